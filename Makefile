@@ -1,0 +1,79 @@
+# `make test` and `make run` need python3, g++ and make; the rest is installed on the first call.
+PYTHON ?= python3
+JOBS   ?= $(shell nproc)
+ARGS   ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+CXX_DIRS  := $(wildcard ligature python/src tests/cpp examples/cpp)
+CXX_FILES  = $(shell find $(CXX_DIRS) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+PY_DIRS   := $(wildcard python tests benchmarks examples tools)
+
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.PHONY: help setup build run test bench sanitize lint format clean distclean
+
+help:
+	@echo "make run [ARGS=...]    build, then run examples/python/demo.py"
+	@echo "make test              build, then run the C++ and the Python tests"
+	@echo "make bench [ARGS=...]  build, then run benchmarks/bench.py"
+	@echo "make sanitize          the C++ tests under the address and undefined-behaviour sanitizers"
+	@echo "make lint | format     check, or fix, the style of C++ and Python; lint also checks the types"
+	@echo "make clean             remove what was built; 'make distclean' removes .venv too"
+
+setup: $(READY)
+
+$(READY): requirements-dev.txt tools/setup.sh
+	@PYTHON="$(PYTHON)" tools/setup.sh $(VENV)
+
+build/%/build.ninja: CMakePresets.json | $(READY)
+	@echo "== configure: $*"
+	@cmake --preset $*
+	@touch $@
+
+build: build/release/build.ninja $(READY)
+	@echo "== build: release"
+	@cmake --build build/release -j $(JOBS)
+
+run: build
+	@$(BIN)/python examples/python/demo.py $(ARGS)
+
+bench: build
+	@$(BIN)/python benchmarks/bench.py $(ARGS)
+
+test: build
+	@echo "== C++ tests"
+	@build/release/bin/ligature_tests --gtest_brief=1
+	@echo "== Python tests"
+	@$(BIN)/python -m pytest -q tests/python $(ARGS)
+
+sanitize: build/asan/build.ninja $(READY)
+	@echo "== build: asan"
+	@cmake --build build/asan -j $(JOBS)
+	@echo "== C++ tests under the address and undefined-behaviour sanitizers"
+	@ctest --preset asan
+
+lint: $(READY)
+	@echo "== clang-format"
+	@$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	@echo "== ruff"
+	@$(BIN)/ruff check -q $(PY_DIRS)
+	@$(BIN)/ruff format -q --check $(PY_DIRS)
+	@echo "== mypy"
+	@$(BIN)/mypy
+
+format: $(READY)
+	@$(BIN)/clang-format -i $(CXX_FILES)
+	@$(BIN)/ruff check -q --fix --exit-zero $(PY_DIRS)
+	@$(BIN)/ruff format -q $(PY_DIRS)
+
+clean:
+	@rm -rf build python/ligature/_C*.so python/ligature/libligature.so
+	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find $(PY_DIRS) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	@rm -rf $(VENV)

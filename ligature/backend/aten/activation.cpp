@@ -1,0 +1,155 @@
+// The activations through ATen: for each kind its value and partial derivatives as tensors.
+#include "ligature/backend/aten/activation.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/clamp_max.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/where.h>
+
+#include <utility>
+
+#include "ligature/backend/aten/compute.h"
+#include "ligature/check.h"
+
+namespace ligature::aten {
+namespace {
+
+using kernels::ActivationKind;
+using kernels::is_gated;
+
+// d/da and d/db are left undefined unless asked for; db only exists for gated kinds.
+struct Partials {
+  Tensor y, da, db;
+};
+
+// x sigmoid(k x).
+Partials scaled_silu(const Tensor& x, double k, bool derivative) {
+  const Tensor s = at::sigmoid(x * k);
+  Partials result{x * s, {}, {}};
+  if (derivative) result.da = s * (1 + k * x * (1 - s));
+  return result;
+}
+
+Partials plain(ActivationKind kind, const Tensor& x, bool derivative) {
+  switch (kind) {
+    case ActivationKind::GELU:
+    case ActivationKind::GEGLU:
+      return {at::gelu(x, "tanh"),
+              derivative ? at::gelu_backward(at::ones_like(x), x, "tanh") : Tensor(),
+              {}};
+    case ActivationKind::QGELU:
+    case ActivationKind::QGEGLU:
+      return scaled_silu(x, 1.702, derivative);
+    case ActivationKind::ReLU:
+    case ActivationKind::ReGLU:
+      return {at::relu(x), derivative ? (x > 0).to(x.scalar_type()) : Tensor(), {}};
+    case ActivationKind::SReLU:
+    case ActivationKind::SReGLU: {
+      const Tensor r = at::relu(x);
+      return {r * r, derivative ? 2 * r : Tensor(), {}};
+    }
+    case ActivationKind::SiLU:
+    case ActivationKind::SwiGLU:
+      return scaled_silu(x, 1.0, derivative);
+    case ActivationKind::GLU: {
+      const Tensor s = at::sigmoid(x);
+      return {s, derivative ? s * (1 - s) : Tensor(), {}};
+    }
+    default:
+      LIGATURE_CHECK(false, "[activation] wanted a known kind, got ", static_cast<int>(kind));
+  }
+}
+
+Partials clamped_swiglu(const Tensor& a, const Tensor& b, const ActivationSpec& spec,
+                        bool derivative) {
+  const Partials gate = scaled_silu(at::clamp_max(a, spec.limit), spec.alpha, derivative);
+  const Tensor linear = at::clamp(b, -spec.limit, spec.limit) + spec.glu_linear_offset;
+  Partials result{gate.y * linear, {}, {}};
+  if (derivative) {
+    result.da = at::where(a <= spec.limit, gate.da * linear, 0.0);
+    result.db = at::where(b.abs() <= spec.limit, gate.y, 0.0);
+  }
+  return result;
+}
+
+Partials situ_glu(const Tensor& a, const Tensor& b, const ActivationSpec& spec, bool derivative) {
+  const Tensor ta = at::tanh(a / spec.beta1);
+  const Tensor tb = at::tanh(b / spec.beta2);
+  const Tensor s = at::sigmoid(a);
+  const Tensor gate = spec.beta1 * ta * s;
+  const Tensor linear = spec.beta2 * tb;
+  Partials result{gate * linear, {}, {}};
+  if (derivative) {
+    result.da = ((1 - ta * ta) * s + gate * (1 - s)) * linear;
+    result.db = gate * (1 - tb * tb);
+  }
+  return result;
+}
+
+Partials gated(const Tensor& a, const Tensor& b, const ActivationSpec& spec, bool derivative) {
+  if (spec.kind == ActivationKind::ClampedSwiGLU) return clamped_swiglu(a, b, spec, derivative);
+  if (spec.kind == ActivationKind::SiTUGLU) return situ_glu(a, b, spec, derivative);
+  const Partials gate = plain(spec.kind, a, derivative);
+  return {gate.y * b, derivative ? gate.da * b : Tensor(), gate.y};
+}
+
+// x as [rows, blocks, 2, block] for gated kinds, [rows, 1, features] else; results drop the 2.
+Tensor as_blocks(const Tensor& x, const ActivationSpec& spec) {
+  const int64_t features = x.size(-1);
+  const int64_t rows = features > 0 ? x.numel() / features : 0;
+  if (!is_gated(spec.kind)) return x.view({rows, 1, features});
+  const int64_t block = spec.glu_interleave_size > 0 ? spec.glu_interleave_size : features / 2;
+  return x.view({rows, block > 0 ? features / (2 * block) : 1, 2, block});
+}
+
+Partials evaluate(const Tensor& x, const ActivationSpec& spec, bool derivative) {
+  const Tensor blocks = as_blocks(to_compute(x, x), spec);
+  if (!is_gated(spec.kind)) return plain(spec.kind, blocks, derivative);
+  return gated(blocks.select(2, 0), blocks.select(2, 1), spec, derivative);
+}
+
+Tensor row_factors(const Tensor& scales, const Tensor& x) {
+  return to_compute(scales, x).view({-1, 1, 1});
+}
+
+}  // namespace
+
+Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
+  Tensor y = evaluate(x, spec, false).y;
+  if (scales.defined()) y = y * row_factors(scales, x);
+  at::DimVector shape(x.sizes());
+  if (is_gated(spec.kind)) shape.back() /= 2;
+  return y.to(x.scalar_type()).reshape(shape);
+}
+
+Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
+  x.copy_(aten::activation_forward(x, spec, {}));
+  return x;
+}
+
+ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
+                                       const ActivationSpec& spec, const Tensor& scales,
+                                       bool need_dscales, bool need_dbias) {
+  const Partials p = evaluate(x, spec, true);
+  const Tensor dy_blocks = to_compute(dy, x).view(p.y.sizes());
+  const Tensor g = scales.defined() ? dy_blocks * row_factors(scales, x) : dy_blocks;
+  Tensor dx = is_gated(spec.kind) ? at::stack({g * p.da, g * p.db}, 2) : g * p.da;
+  ActivationBackward result;
+  if (need_dscales) {
+    result.dscales = (dy_blocks * p.y).sum({1, 2}).to(scales.scalar_type()).view(scales.sizes());
+  }
+  if (need_dbias) result.dbias = dx.sum({0}).view({-1}).to(x.scalar_type());
+  result.dx = dx.to(x.scalar_type()).view(x.sizes());
+  return result;
+}
+
+}  // namespace ligature::aten

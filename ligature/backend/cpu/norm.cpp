@@ -1,0 +1,182 @@
+// The norms of the CPU backend: rows in parallel, each read once from memory and then from cache.
+// Parameters are turned into gamma and beta of the compute type once per call.
+#include "ligature/backend/cpu/norm.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <utility>
+
+#include "ligature/backend/cpu/norm_rows.h"
+#include "ligature/backend/cpu/row_chunks.h"
+
+namespace ligature::cpu {
+namespace {
+
+// `n` values: those of w plus `offset`, or just `offset` where w is absent.
+template <typename C>
+std::unique_ptr<C[]> make_parameter(const Tensor& w, C offset, int64_t n) {
+  auto values = make_buffer<C>(n);
+  if (!w.defined()) {
+    std::fill_n(values.get(), n, offset);
+    return values;
+  }
+  const C* source = Input<C>(w).read(0, n, values.get());
+  for (int64_t i = 0; i < n; ++i) values[i] = source[i] + offset;
+  return values;
+}
+
+template <typename C>
+std::unique_ptr<C[]> make_gamma(const Tensor& w, bool zero_centered, int64_t n) {
+  return make_parameter<C>(w, w.defined() && !zero_centered ? C(0) : C(1), n);
+}
+
+Tensor make_statistic(const Tensor& x, int64_t rows) {
+  return at::empty({rows}, x.options().dtype(compute_dtype(x.scalar_type())));
+}
+
+// Writes y for each row from the statistics that statistics_of(row, x_row) gives.
+template <typename C, typename StatisticsOf>
+Tensor normalize(const Tensor& x, const Tensor& w, const Tensor& b, bool zero_centered, int64_t n,
+                 at::ScalarType out_dtype, const StatisticsOf& statistics_of) {
+  Tensor y = at::empty(x.sizes(), x.options().dtype(out_dtype));
+  const int64_t rows = n > 0 ? x.numel() / n : 0;
+  const auto gamma = make_gamma<C>(w, zero_centered, n);
+  const auto beta = make_parameter<C>(b, C(0), n);
+  const Input<C> input(x);
+  const Output<C> output(y);
+  parallel_chunks(RowChunks(rows, n), [&](int64_t, int64_t first, int64_t last) {
+    const auto buffer = make_buffer<C>(2 * n);
+    for (int64_t row = first; row < last; ++row) {
+      const C* x_row = input.read(row * n, n, buffer.get());
+      C* y_row = output.place(row * n, buffer.get() + n);
+      normalize_row(x_row, statistics_of(row, x_row), gamma.get(), beta.get(), y_row, n);
+      output.write(row * n, n, y_row);
+    }
+  });
+  return y;
+}
+
+NormForward norm_forward(const Tensor& x, const Tensor& w, const Tensor& b, double eps,
+                         bool zero_centered, int64_t n, NormKind kind, at::ScalarType out_dtype) {
+  const int64_t rows = n > 0 ? x.numel() / n : 0;
+  NormForward result;
+  if (kind.centered) result.mean = make_statistic(x, rows);
+  result.rstd = make_statistic(x, rows);
+  dispatch_compute(x.scalar_type(), [&](auto zero) {
+    using C = decltype(zero);
+    C* mean = kind.centered ? result.mean.mutable_data_ptr<C>() : nullptr;
+    C* rstd = result.rstd.mutable_data_ptr<C>();
+    result.y = normalize<C>(x, w, b, zero_centered, n, out_dtype, [&](int64_t row, const C* x_row) {
+      const RowStatistics<C> s = row_statistics(x_row, n, kind, static_cast<C>(eps));
+      if (mean != nullptr) mean[row] = s.mean;
+      rstd[row] = s.rstd;
+      return s;
+    });
+  });
+  return result;
+}
+
+Tensor norm_apply(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& w,
+                  const Tensor& b, bool zero_centered, at::ScalarType out_dtype) {
+  return dispatch_compute(x.scalar_type(), [&](auto zero) {
+    using C = decltype(zero);
+    const C* means = mean.defined() ? mean.const_data_ptr<C>() : nullptr;
+    const C* rstds = rstd.const_data_ptr<C>();
+    return normalize<C>(x, w, b, zero_centered, w.numel(), out_dtype, [&](int64_t row, const C*) {
+      return RowStatistics<C>{means != nullptr ? means[row] : C(0), rstds[row]};
+    });
+  });
+}
+
+struct Needs {
+  bool dx, dw, db;
+};
+
+NormBackward norm_backward(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                           const Tensor& rstd, const Tensor& w, bool zero_centered,
+                           const Tensor& add, int64_t n, NormKind kind, Needs needs) {
+  const int64_t rows = n > 0 ? x.numel() / n : 0;
+  NormBackward result;
+  if (needs.dx) result.dx = at::empty_like(x);
+  if (needs.dw) result.dw = at::empty_like(w);
+  if (needs.db) result.db = at::empty_like(w);
+  dispatch_compute(x.scalar_type(), [&](auto zero) {
+    using C = decltype(zero);
+    const auto gamma = make_gamma<C>(w, zero_centered, n);
+    const C* means = mean.defined() ? mean.const_data_ptr<C>() : nullptr;
+    const C* rstds = rstd.const_data_ptr<C>();
+    const Input<C> dy_input(dy), x_input(x), add_input(add);
+    const Output<C> dx_output(result.dx);
+    const RowChunks chunks(rows, n);
+    ChunkSums<C> dw_sums(chunks, n, needs.dw), db_sums(chunks, n, needs.db);
+    parallel_chunks(chunks, [&](int64_t chunk, int64_t first, int64_t last) {
+      const auto buffer = make_buffer<C>(4 * n);
+      for (int64_t row = first; row < last; ++row) {
+        const int64_t at = row * n;
+        const C* dy_row = dy_input.read(at, n, buffer.get());
+        const C* x_row = x_input.read(at, n, buffer.get() + n);
+        const RowStatistics<C> s{means != nullptr ? means[row] : C(0), rstds[row]};
+        if (needs.dw) add_row_weight_grad(dy_row, x_row, s, dw_sums.chunk(chunk), n);
+        if (needs.db) add_row(dy_row, db_sums.chunk(chunk), n);
+        if (!needs.dx) continue;
+        const C* addend =
+            add_input.defined() ? add_input.read(at, n, buffer.get() + 2 * n) : nullptr;
+        C* dx_row = dx_output.place(at, buffer.get() + 3 * n);
+        row_input_grad(dy_row, x_row, s, gamma.get(), kind, addend, dx_row, n);
+        dx_output.write(at, n, dx_row);
+      }
+    });
+    if (needs.dw) dw_sums.write_total(result.dw);
+    if (needs.db) db_sums.write_total(result.db);
+  });
+  return result;
+}
+
+}  // namespace
+
+NormForward layer_norm_forward(const Tensor& x, const Tensor& w, const Tensor& b, double eps,
+                               bool zero_centered_gamma, at::ScalarType out_dtype) {
+  return norm_forward(x, w, b, eps, zero_centered_gamma, w.numel(), kLayerNorm, out_dtype);
+}
+
+NormForward rms_norm_forward(const Tensor& x, const Tensor& w, double eps, bool zero_centered_gamma,
+                             at::ScalarType out_dtype) {
+  return norm_forward(x, w, {}, eps, zero_centered_gamma, w.numel(), kRMSNorm, out_dtype);
+}
+
+Tensor layer_norm_apply(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& w,
+                        const Tensor& b, bool zero_centered_gamma, at::ScalarType out_dtype) {
+  return norm_apply(x, mean, rstd, w, b, zero_centered_gamma, out_dtype);
+}
+
+Tensor rms_norm_apply(const Tensor& x, const Tensor& rstd, const Tensor& w,
+                      bool zero_centered_gamma, at::ScalarType out_dtype) {
+  return norm_apply(x, {}, rstd, w, {}, zero_centered_gamma, out_dtype);
+}
+
+NormBackward layer_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                 const Tensor& rstd, const Tensor& w, bool zero_centered_gamma,
+                                 const Tensor& add, bool need_dx, bool need_dw, bool need_db) {
+  return norm_backward(dy, x, mean, rstd, w, zero_centered_gamma, add, w.numel(), kLayerNorm,
+                       {need_dx, need_dw, need_db});
+}
+
+NormBackward rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& rstd,
+                               const Tensor& w, bool zero_centered_gamma, const Tensor& add,
+                               bool need_dx, bool need_dw) {
+  return norm_backward(dy, x, {}, rstd, w, zero_centered_gamma, add, w.numel(), kRMSNorm,
+                       {need_dx, need_dw, false});
+}
+
+L2Forward l2_normalization_forward(const Tensor& x, double eps) {
+  auto result = norm_forward(x, {}, {}, eps, false, x.size(-1), kL2Norm, x.scalar_type());
+  return {std::move(result.y), std::move(result.rstd)};
+}
+
+Tensor l2_normalization_backward(const Tensor& dy, const Tensor& x, const Tensor& rstd) {
+  return norm_backward(dy, x, {}, rstd, {}, false, {}, x.size(-1), kL2Norm, {true, false, false})
+      .dx;
+}
+
+}  // namespace ligature::cpu

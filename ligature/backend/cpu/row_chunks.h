@@ -1,0 +1,68 @@
+// Rows in parallel, with sums over rows that do not depend on the number of threads: rows are cut
+// into chunks by their sizes alone, each chunk sums by itself, and the chunks are added in order.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "ligature/backend/cpu/staging.h"
+#include "ligature/backend/cpu/vector_math.h"
+
+namespace ligature::cpu {
+
+/// About the number of elements, at a few operations each, that repays handing work to another
+/// thread.
+constexpr int64_t kChunkElements = 16384;
+constexpr int64_t kMaxChunks = 32;
+
+struct RowChunks {
+  int64_t rows;
+  int64_t count;
+
+  RowChunks(int64_t row_count, int64_t row_elements)
+      : rows(row_count),
+        count(std::clamp<int64_t>(rows * row_elements / kChunkElements, 1,
+                                  std::clamp<int64_t>(rows, 1, kMaxChunks))) {}
+
+  int64_t begin(int64_t chunk) const { return chunk * rows / count; }
+};
+
+/// Calls f(chunk, first_row, end_row) for each chunk.
+template <typename F>
+void parallel_chunks(const RowChunks& chunks, const F& f) {
+  at::parallel_for(0, chunks.count, 1, [&](int64_t first, int64_t last) {
+    for (int64_t c = first; c < last; ++c) f(c, chunks.begin(c), chunks.begin(c + 1));
+  });
+}
+
+/// One row of sums per chunk, and their total.
+template <typename C>
+class ChunkSums {
+ public:
+  /// `wanted` false makes a place holder without memory.
+  ChunkSums(const RowChunks& chunks, int64_t features, bool wanted)
+      : features_(features), sums_(wanted ? chunks.count * features : 0) {}
+
+  /// Null when not wanted.
+  C* chunk(int64_t c) { return sums_.empty() ? nullptr : sums_.data() + c * features_; }
+
+  void write_total(const at::Tensor& out) {
+    if (sums_.empty()) return;
+    const int64_t count = static_cast<int64_t>(sums_.size()) / features_;
+    for (int64_t c = 1; c < count; ++c) {
+      const C* part = chunk(c);
+      for (int64_t i = 0; i < features_; ++i) sums_[i] += part[i];
+    }
+    const Output<C> total(out);
+    std::copy_n(sums_.data(), features_, total.place(0, sums_.data()));
+    total.write(0, features_, sums_.data());
+  }
+
+ private:
+  int64_t features_;
+  std::vector<C> sums_;
+};
+
+}  // namespace ligature::cpu

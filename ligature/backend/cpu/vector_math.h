@@ -1,0 +1,107 @@
+// Arithmetic the compiler can turn into vector code by itself: no branches, no libm calls for
+// float, sums over independent lanes. `LIGATURE_SIMD` marks the loops that hold it; such a function
+// is compiled for AVX2 too and the processor's version is chosen once, at load time.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+#define LIGATURE_SIMD __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define LIGATURE_SIMD
+#endif
+#define LIGATURE_INLINE [[gnu::always_inline]] inline
+
+namespace ligature::cpu {
+
+// A plain ?: would be turned into jumps, which keep a loop from being vectorized.
+LIGATURE_INLINE float select(bool condition, float a, float b) {
+  const int32_t mask = -static_cast<int32_t>(condition);
+  return std::bit_cast<float>((std::bit_cast<int32_t>(a) & mask) |
+                              (std::bit_cast<int32_t>(b) & ~mask));
+}
+
+LIGATURE_INLINE double select(bool condition, double a, double b) { return condition ? a : b; }
+
+/// exp(x) within 2 ulp for |x| <= 87, held at the bounds beyond them: 1 / exp(x) stays a normal
+/// number, and a sigmoid needs no more. NaN stays NaN. (Cephes' polynomial.)
+LIGATURE_INLINE float bounded_exp(float x) {
+  x = select(x < -87.0f, -87.0f, x);
+  x = select(x > 87.0f, 87.0f, x);
+  constexpr float round_to_int = 12582912.0f;  // 1.5 * 2^23
+  const float shifted = x * 1.44269504f + round_to_int;
+  const float n = shifted - round_to_int;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const uint32_t two_to_n = (std::bit_cast<uint32_t>(shifted) << 23) + (127u << 23);
+  return p * std::bit_cast<float>(two_to_n);
+}
+
+LIGATURE_INLINE double bounded_exp(double x) { return std::exp(x); }
+
+template <typename C>
+LIGATURE_INLINE C sigmoid(C x) {
+  return C(1) / (C(1) + bounded_exp(-x));
+}
+
+LIGATURE_INLINE float tanh(float x) {
+  const float z = x * x;
+  float p = -5.70498872745e-3f;
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  const float near_zero = p * z * x + x;
+  const float magnitude = select(x < 0.0f, -x, x);
+  const float far = 1.0f - 2.0f / (bounded_exp(2.0f * magnitude) + 1.0f);
+  return select(magnitude < 0.625f, near_zero, select(x < 0.0f, -far, far));
+}
+
+LIGATURE_INLINE double tanh(double x) { return std::tanh(x); }
+
+template <typename C>
+struct SumPair {
+  C first, second;
+};
+
+/// The sums of first(i) and of second(i) over i in [0, n), in an order that depends on n alone.
+template <typename C, typename First, typename Second>
+LIGATURE_INLINE SumPair<C> lane_sums(int64_t n, const First& first, const Second& second) {
+  constexpr int64_t lanes = 16;
+  C a[lanes] = {}, b[lanes] = {};
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+#pragma GCC unroll 1  // unrolled, GCC would not see vectors in it
+    for (int64_t l = 0; l < lanes; ++l) {
+      a[l] += first(i + l);
+      b[l] += second(i + l);
+    }
+  }
+  for (int64_t l = 0; i < n; ++i, ++l) {
+    a[l] += first(i);
+    b[l] += second(i);
+  }
+  for (int64_t half = lanes / 2; half > 0; half /= 2) {
+    for (int64_t l = 0; l < half; ++l) {
+      a[l] += a[l + half];
+      b[l] += b[l + half];
+    }
+  }
+  return {a[0], b[0]};
+}
+
+template <typename C, typename Term>
+LIGATURE_INLINE C lane_sum(int64_t n, const Term& term) {
+  return lane_sums<C>(n, term, [](int64_t) { return C(0); }).first;
+}
+
+}  // namespace ligature::cpu

@@ -1,0 +1,24 @@
+// Backward: an activation's gradient, and in the same pass over it the gradient of the bias before.
+#pragma once
+
+#include "ligature/fuser/rule.h"
+#include "ligature/ops/activation.h"
+#include "ligature/ops/bias.h"
+
+namespace ligature {
+
+class BackwardActivationBias : public FusedOperation {
+ public:
+  explicit BackwardActivationBias(const OpList& ops);
+
+  FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
+                                     GradList grad_extra_outputs) override;
+
+ private:
+  BiasImpl& bias_;
+  ActivationOperation& activation_;
+};
+
+FusionRule backward_activation_bias_rule();
+
+}  // namespace ligature

@@ -1,0 +1,24 @@
+// Backward: a constant factor after a linear becomes a factor of its GEMMs.
+#pragma once
+
+#include "ligature/fuser/rule.h"
+#include "ligature/ops/basic_linear.h"
+#include "ligature/ops/constant_scale.h"
+
+namespace ligature {
+
+class BackwardLinearScale : public FusedOperation {
+ public:
+  explicit BackwardLinearScale(const OpList& ops);
+
+  FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
+                                     GradList grad_extra_outputs) override;
+
+ private:
+  BasicLinearImpl& linear_;
+  ConstantScaleImpl& scale_;
+};
+
+FusionRule backward_linear_scale_rule();
+
+}  // namespace ligature

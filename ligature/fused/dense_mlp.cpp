@@ -1,0 +1,234 @@
+#include "ligature/fused/dense_mlp.h"
+
+#include <ATen/ops/add.h>
+
+#include "ligature/fused/pieces.h"
+#include "ligature/ops/make_extra_output.h"
+#include "ligature/ops/prepare.h"
+
+namespace ligature {
+namespace {
+
+// What the block saves, all of it with its second linear: that one runs in backward whenever
+// anything before it does. What no gradient needs is undefined.
+enum Saved : size_t { kX, kMean, kRstd, kNormWeight, kNormBias, kW1, kZ, kW2, kNumSaved };
+
+Tensor sum(const Tensor& a, const Tensor& b) {
+  if (!a.defined()) return b;
+  return b.defined() ? at::add(a, b) : a;
+}
+
+}  // namespace
+
+DenseMLP::DenseMLP(const OpList& ops) : FusedOperation("DenseMLP", ops) {
+  for (size_t i = 0; i < num_basic_ops(); ++i) {
+    const auto basic = basic_ops()[i];
+    if (auto* norm = basic->as<NormOperation>()) {
+      norm_ = {norm, i};
+    } else if (auto* linear = basic->as<BasicLinearImpl>()) {
+      (fc1_ ? fc2_ : fc1_) = {linear, i};
+    } else if (auto* bias = basic->as<BiasImpl>()) {
+      (fc2_ ? bias2_ : bias1_) = {bias, i};
+    } else if (auto* activation = basic->as<ActivationOperation>()) {
+      activation_ = {activation, i};
+    } else if (auto* join = basic->as<AddExtraInputImpl>()) {
+      join_ = {join, i};
+    } else {
+      fork_ = i;
+    }
+  }
+}
+
+LinearFwdArgs DenseMLP::linear_args(const Part<BasicLinearImpl>& linear, const Part<BiasImpl>& bias,
+                                    const Value& x, ArgsList args) const {
+  return linear_bias_args(*linear.op, bias.op, x, args[linear.at], bias ? &args[bias.at] : nullptr);
+}
+
+FuserForwardResult DenseMLP::fuser_forward_compute(const Value& input, ArgsList args) {
+  kernels::NormForward norm = norm_->forward(prepare(input), args[norm_.at].params,
+                                             NormOperation::output_dtype(input, args[norm_.at]));
+  Tensor residual;
+  if (has_residual()) residual = forks_before_norm() ? input.dequantized() : norm.y;
+
+  Tensor z = BasicLinearImpl::forward(linear_args(fc1_, bias1_, norm.y, args));
+  norm.y.reset();
+  const bool keep_z = args[activation_.at].requires_grad.op || args[fc2_.at].requires_grad.param(0);
+  const kernels::ActivationSpec spec = activation_->spec();
+  Tensor a = keep_z || kernels::is_gated(spec.kind) ? kernels::activation_forward(z, spec)
+                                                    : kernels::activation_forward_(z, spec);
+
+  LinearFwdArgs fwd = linear_args(fc2_, bias2_, a, args);
+  FuserForwardResult result = fused_forward_result({}, num_basic_ops());
+  if (has_residual()) {
+    result.output = linear_forward_add(std::move(fwd), *join_.op, residual, args[join_.at]);
+    result.extra_outputs[fork_].push_back(std::move(residual));
+  } else {
+    result.output = BasicLinearImpl::forward(fwd);
+  }
+  result.kept[norm_.at].tensors = {std::move(norm.mean), std::move(norm.rstd)};
+  if (keep_z) result.kept[activation_.at].tensors.emplace_back(std::move(z));
+  return result;
+}
+
+void DenseMLP::fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult& result,
+                                      ArgsList args) {
+  const auto needs = [&](size_t i) -> const GradFlags& { return args[i].requires_grad; };
+  const at::ScalarType norm_dtype = NormOperation::output_dtype(input, args[norm_.at]);
+  const at::ScalarType dtype1 = fc1_->compute_dtype(args[fc1_.at]);
+  const at::ScalarType dtype2 = fc2_->compute_dtype(args[fc2_.at]);
+
+  NormOperation::save_dtypes(*ctxs[norm_.at], args[norm_.at]);
+  for (const auto& bias : {bias1_, bias2_}) {
+    if (bias) BiasImpl::save_dtypes(*ctxs[bias.at], args[bias.at]);
+  }
+  if (has_residual()) {
+    AddExtraInputImpl::save_dtypes(*ctxs[join_.at], dtype2,
+                                   forks_before_norm() ? input.dtype() : norm_dtype);
+  }
+  if (!needs(fc2_.at).op) return;
+  fc1_->save_ctx(*ctxs[fc1_.at], {}, norm_dtype, args[fc1_.at]);
+  ctxs[fc1_.at]->save_for_backward({});
+  fc2_->save_ctx(*ctxs[fc2_.at], {}, dtype1, args[fc2_.at]);
+
+  std::vector<Value> saved(kNumSaved);
+  const at::ArrayRef<Tensor> norm_params = args[norm_.at].params;
+  const bool norm_again = needs(fc1_.at).param(0);
+  if (norm_again || needs(norm_.at).input || needs(norm_.at).param(0)) {
+    saved[kX] = input;
+    saved[kMean] = result.kept[norm_.at].tensors[0];
+    saved[kRstd] = result.kept[norm_.at].tensors[1];
+  }
+  if (norm_again || needs(norm_.at).op) saved[kNormWeight] = norm_params[0];
+  if (norm_again && norm_params.size() > 1) saved[kNormBias] = norm_params[1];
+  if (needs(fc1_.at).input) saved[kW1] = args[fc1_.at].params[0];
+  if (!result.kept[activation_.at].tensors.empty()) {
+    saved[kZ] = result.kept[activation_.at].tensors[0];
+  }
+  if (needs(fc2_.at).input) saved[kW2] = args[fc2_.at].params[0];
+  ctxs[fc2_.at]->save_for_backward(std::move(saved));
+}
+
+FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_output,
+                                             GradList grad_extra_outputs) {
+  const auto needs = [&](size_t i) -> const GradFlags& { return ctxs[i]->requires_grad; };
+  const OperationContext& saved = *ctxs[fc2_.at];
+  FuserBackwardResult out = fused_backward_result(num_basic_ops());
+
+  Value dy = grad_output;
+  Tensor dresidual;
+  if (has_residual()) {
+    auto [dx, dextra] = AddExtraInputImpl::backward(*ctxs[join_.at], grad_output);
+    dy = std::move(dx);
+    if (needs(fork_).op) dresidual = sum(dextra, grad_extra_outputs[fork_][0]);
+  }
+  if (bias2_ && needs(bias2_.at).op) {
+    out.grad_params[bias2_.at] = bias2_->op_backward(*ctxs[bias2_.at], dy).grad_params;
+  }
+  if (!needs(fc2_.at).op) return out;
+
+  const kernels::ActivationSpec spec = activation_->spec();
+  Value da;
+  {
+    Tensor a;
+    if (needs(fc2_.at).param(0)) a = kernels::activation_forward(saved.saved_tensor(kZ), spec);
+    LinearGrads grads = fc2_->backward(
+        fc2_->backward_args(*ctxs[fc2_.at], dy, a, saved.saved_value(kW2)), *ctxs[fc2_.at]);
+    out.grad_params[fc2_.at] = {std::move(grads.dw)};
+    da = std::move(grads.dx);
+  }
+  if (!needs(activation_.at).op) return out;
+
+  const bool need_dbias = bias1_ && needs(bias1_.at).param(0);
+  const Tensor& z = saved.saved_tensor(kZ);
+  kernels::ActivationBackward dz =
+      kernels::activation_backward(prepare(da, z.scalar_type()), z, spec, {}, false, need_dbias);
+  da = {};
+  if (need_dbias) out.grad_params[bias1_.at] = {bias1_->cast_grad(*ctxs[bias1_.at], dz.dbias)};
+  if (!needs(fc1_.at).op) return out;
+
+  Tensor dh;
+  {
+    const OperationContext& ctx = *ctxs[fc1_.at];
+    Tensor h;
+    if (needs(fc1_.at).param(0)) {
+      h = norm_->apply(prepare(saved.saved_value(kX)), saved.saved_tensor(kMean),
+                       saved.saved_tensor(kRstd), saved.saved_tensor(kNormWeight),
+                       saved.saved_tensor(kNormBias), ctx.state.get<at::ScalarType>("input_dtype"));
+    }
+    LinearBwdArgs args = fc1_->backward_args(ctx, dz.dx, h, saved.saved_value(kW1));
+    const bool add_in_gemm = forks_after_norm() && args.input_dtype == args.compute_dtype;
+    if (add_in_gemm) args.add = dresidual;
+    LinearGrads grads = fc1_->backward(args, ctx);
+    out.grad_params[fc1_.at] = {std::move(grads.dw)};
+    dh = std::move(grads.dx);
+    if (dh.defined() && forks_after_norm() && !add_in_gemm) dh = sum(dh, dresidual);
+  }
+  if (!needs(norm_.at).op) return out;
+
+  NormBwdArgs args = NormOperation::backward_args(
+      *ctxs[norm_.at], dh, saved.saved_value(kX), saved.saved_tensor(kMean),
+      saved.saved_tensor(kRstd), saved.saved_tensor(kNormWeight));
+  if (forks_before_norm()) args.add = dresidual;
+  OpBackwardResult grads = norm_->backward(args, *ctxs[norm_.at]);
+  out.grad_params[norm_.at] = std::move(grads.grad_params);
+  out.grad_input = std::move(grads.grad_input);
+  return out;
+}
+
+namespace {
+
+std::string why_not_recompute(const PlanOptions& options) {
+  return options.recompute == Recompute::Cheap ? "" : "recompute is not 'cheap'";
+}
+
+const BasicOperation& basic(const OpPtr& op) { return static_cast<const BasicOperation&>(*op); }
+
+PatternElement fork_to_channel() {
+  return {"MakeExtraOutput on a channel",
+          [](at::ArrayRef<OpPtr> ops) -> size_t {
+            const auto* fork = dynamic_cast<const MakeExtraOutputImpl*>(ops.front().get());
+            return fork != nullptr && !fork->extra_output_channel(0).empty() ? 1 : 0;
+          },
+          false};
+}
+
+Pattern block() {
+  return {of<BasicLinearImpl>("BasicLinear"), optional(of<BiasImpl>("Bias")),
+          of<ActivationOperation>("an activation"), of<BasicLinearImpl>("BasicLinear"),
+          optional(of<BiasImpl>("Bias"))};
+}
+
+OpPtr make_dense_mlp(const Match& match) { return std::make_shared<DenseMLP>(match.ops); }
+
+std::string why_not_residual(const Match& match, const PlanOptions& options) {
+  const auto& before = match.elements[0];
+  const auto& after = match.elements[2];
+  if (before.size() + after.size() != 1) return "it takes one MakeExtraOutput";
+  const auto& fork = basic((before.empty() ? after : before).front());
+  const auto& join = static_cast<const AddExtraInputImpl&>(*match.ops.back());
+  if (join.extra_input_channel(0) != fork.extra_output_channel(0)) {
+    return "its AddExtraInput is not on channel '" + fork.extra_output_channel(0) + "'";
+  }
+  if (join.options.in_place) return "its AddExtraInput works in place";
+  return why_not_recompute(options);
+}
+
+}  // namespace
+
+FusionRule dense_mlp_with_residual_rule() {
+  Pattern pattern{optional(fork_to_channel()), of<NormOperation>("a norm"),
+                  optional(fork_to_channel())};
+  for (auto& element : block()) pattern.push_back(std::move(element));
+  pattern.push_back(of<AddExtraInputImpl>("AddExtraInput"));
+  return {"DenseMLP with residual", std::move(pattern), why_not_residual, make_dense_mlp};
+}
+
+FusionRule dense_mlp_rule() {
+  Pattern pattern{of<NormOperation>("a norm")};
+  for (auto& element : block()) pattern.push_back(std::move(element));
+  return {"DenseMLP", std::move(pattern),
+          [](const Match&, const PlanOptions& options) { return why_not_recompute(options); },
+          make_dense_mlp};
+}
+
+}  // namespace ligature

@@ -1,0 +1,46 @@
+#include "ligature/fused/forward_linear_bias_activation.h"
+
+#include "ligature/fused/pieces.h"
+
+namespace ligature {
+
+ForwardLinearBiasActivation::ForwardLinearBiasActivation(const OpList& ops)
+    : FusedOperation("ForwardLinearBiasActivation", ops),
+      linear_(basic_op<BasicLinearImpl>(0)),
+      bias_(num_basic_ops() == 3 ? &basic_op<BiasImpl>(1) : nullptr),
+      activation_(basic_op<ActivationOperation>(num_basic_ops() - 1)) {}
+
+FuserForwardResult ForwardLinearBiasActivation::fuser_forward_compute(const Value& input,
+                                                                      ArgsList args) {
+  Tensor z = BasicLinearImpl::forward(linear_bias_args(linear_, bias_, input, args[0], &args[1]));
+  const kernels::ActivationSpec spec = activation_.spec();
+  if (!args.back().requires_grad.op) {
+    Tensor y = kernels::is_gated(spec.kind) ? kernels::activation_forward(z, spec)
+                                            : kernels::activation_forward_(z, spec);
+    return fused_forward_result(std::move(y), num_basic_ops());
+  }
+  FuserForwardResult result =
+      fused_forward_result(kernels::activation_forward(z, spec), num_basic_ops());
+  result.kept.back().tensors.emplace_back(std::move(z));
+  return result;
+}
+
+void ForwardLinearBiasActivation::fuser_forward_save_ctx(CtxList ctxs, const Value& input,
+                                                         FuserForwardResult& result,
+                                                         ArgsList args) {
+  save_basic_op(linear_, *ctxs[0], input, {}, args[0]);
+  if (bias_ != nullptr) save_basic_op(*bias_, *ctxs[1], {}, {}, args[1]);
+  save_basic_op(activation_, *ctxs.back(), result.kept.back().tensors[0], {}, args.back());
+}
+
+FusionRule forward_linear_bias_activation_rule() {
+  return {"ForwardLinearBiasActivation",
+          {of<BasicLinearImpl>("BasicLinear"), optional(of<BiasImpl>("Bias")),
+           of<ActivationOperation>("an activation")},
+          nullptr,
+          [](const Match& match) -> OpPtr {
+            return std::make_shared<ForwardLinearBiasActivation>(match.ops);
+          }};
+}
+
+}  // namespace ligature

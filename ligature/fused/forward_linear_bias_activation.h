@@ -1,0 +1,27 @@
+// Forward: a linear, its bias in the GEMM, and an activation.
+#pragma once
+
+#include "ligature/fuser/rule.h"
+#include "ligature/ops/activation.h"
+#include "ligature/ops/basic_linear.h"
+#include "ligature/ops/bias.h"
+
+namespace ligature {
+
+class ForwardLinearBiasActivation : public FusedOperation {
+ public:
+  explicit ForwardLinearBiasActivation(const OpList& ops);
+
+  FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override;
+  void fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult& result,
+                              ArgsList args) override;
+
+ private:
+  BasicLinearImpl& linear_;
+  BiasImpl* bias_;  // null without one
+  ActivationOperation& activation_;
+};
+
+FusionRule forward_linear_bias_activation_rule();
+
+}  // namespace ligature

@@ -1,0 +1,62 @@
+#include "ligature/fused/pieces.h"
+
+#include "ligature/ops/prepare.h"
+
+namespace ligature {
+
+FuserForwardResult fused_forward_result(Value output, size_t n) {
+  FuserForwardResult result;
+  result.output = std::move(output);
+  result.extra_outputs.resize(n);
+  result.kept.resize(n);
+  return result;
+}
+
+FuserBackwardResult fused_backward_result(size_t n) {
+  FuserBackwardResult result;
+  result.grad_params.resize(n);
+  result.grad_extra_inputs.resize(n);
+  return result;
+}
+
+void save_basic_op(BasicOperation& op, OperationContext& ctx, const Value& input, Kept kept,
+                   const OpArgs& args) {
+  if (!args.requires_grad.op) return;
+  ctx.state = kept.state;
+  op.op_forward_save_ctx(ctx, input, kept, args);
+}
+
+LinearFwdArgs linear_bias_args(const BasicLinearImpl& linear, const BiasImpl* bias,
+                               const Value& input, const OpArgs& linear_args,
+                               const OpArgs* bias_args) {
+  LinearFwdArgs fwd = linear.forward_args(input, linear_args);
+  if (bias != nullptr) fwd.bias = prepare(bias_args->params[0], fwd.x.scalar_type());
+  return fwd;
+}
+
+Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const Tensor& extra,
+                          const OpArgs& add_args) {
+  const bool in_place = add.options.in_place;
+  const bool writable = extra.is_contiguous() && !extra.is_alias_of(fwd.x);
+  if (extra.scalar_type() != fwd.x.scalar_type() || (in_place && !writable)) {
+    return add.forward(BasicLinearImpl::forward(fwd), extra, add_args);
+  }
+  if (in_place) add.check_in_place(extra, add_args);
+  fwd.add = contiguous(extra);
+  fwd.add_in_place = in_place;
+  Tensor y = BasicLinearImpl::forward(fwd);
+  if (in_place) AddExtraInputImpl::mark_changed(extra);
+  return y;
+}
+
+void check_input_survives(const Value& input, const OpArgs& linear_args,
+                          const AddExtraInputImpl& add, const Tensor& extra) {
+  const bool overwritten = add.options.in_place && linear_args.requires_grad.param(0) &&
+                           !input.is_quantized() && input.tensor().is_alias_of(extra);
+  LIGATURE_CHECK_STATE(!overwritten, "[", add.label(),
+                       "] one of the variables needed for gradient computation has been modified "
+                       "by an inplace operation: the extra input of in_place=true is the input of "
+                       "the linear before it");
+}
+
+}  // namespace ligature

@@ -1,0 +1,34 @@
+// Steps that fused operations share: what a fused forward leaves in the contexts of the basic
+// operations it covers, and a GEMM that adds what it is given.
+#pragma once
+
+#include "ligature/ops/add_extra_input.h"
+#include "ligature/ops/basic_linear.h"
+#include "ligature/ops/bias.h"
+
+namespace ligature {
+
+/// Room for `n` basic operations.
+FuserForwardResult fused_forward_result(Value output, size_t n);
+FuserBackwardResult fused_backward_result(size_t n);
+
+/// Saves what `op` would have saved alone, if it runs in backward.
+void save_basic_op(BasicOperation& op, OperationContext& ctx, const Value& input, Kept kept,
+                   const OpArgs& args);
+
+/// The operands of a linear followed by a bias, which may be null.
+LinearFwdArgs linear_bias_args(const BasicLinearImpl& linear, const BiasImpl* bias,
+                               const Value& input, const OpArgs& linear_args,
+                               const OpArgs* bias_args);
+
+/// The linear of `fwd`, then `add` with `extra`: in one GEMM where the result is the same as that
+/// of the two one after the other.
+Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const Tensor& extra,
+                          const OpArgs& add_args);
+
+/// In-place addition into the memory of an input that the linear before it saves. Version counters
+/// catch it between two steps, but not inside one.
+void check_input_survives(const Value& input, const OpArgs& linear_args,
+                          const AddExtraInputImpl& add, const Tensor& extra);
+
+}  // namespace ligature

@@ -1,0 +1,28 @@
+// The dispatch state of a step. A built-in operation runs below autograd and autocast: it is itself
+// the derivative and has chosen its dtype. A guest runs with the caller's state, without gradients.
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <optional>
+
+#include "ligature/operation.h"
+
+namespace ligature {
+
+class StepScope {
+ public:
+  explicit StepScope(const FusibleOperation& op) {
+    if (op.is_guest()) return;
+    below_autograd_.emplace();
+    no_autocast_.emplace(c10::autocast_dispatch_keyset);
+  }
+
+ private:
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd_;
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast_;
+};
+
+}  // namespace ligature

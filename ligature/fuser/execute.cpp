@@ -1,0 +1,266 @@
+#include "ligature/fuser/execute.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/view.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+#include "ligature/fuser/builtin_scope.h"
+#include "ligature/fuser/node.h"
+#include "ligature/fuser/node_ptr.h"
+
+namespace ligature {
+
+GradPlan plan_gradients(const Call& call, const Wiring& wiring, size_t num_ops) {
+  GradPlan grads;
+  grads.flags.resize(num_ops);
+  grads.first_backward_op = num_ops;
+  if (!at::GradMode::is_enabled()) return grads;
+  const bool input_requires_grad =
+      !call.input.is_quantized() && call.input.tensor().requires_grad();
+  if (input_requires_grad) grads.first_backward_op = 0;
+  for (size_t op = 0; op < num_ops; ++op) {
+    GradFlags& flags = grads.flags[op];
+    const size_t first_param = call.param_offsets[op];
+    const size_t num_params = call.param_offsets[op + 1] - first_param;
+    LIGATURE_CHECK(num_params <= 64, "an operation may have 64 parameters, operation ", op, " has ",
+                   num_params);
+    for (size_t j = 0; j < num_params; ++j) {
+      const Tensor& param = call.params[first_param + j];
+      if (param.defined() && param.requires_grad()) flags.params |= uint64_t{1} << j;
+    }
+    for (size_t j = 0; j < wiring.inputs[op].size(); ++j) {
+      const Wiring::Input& input = wiring.inputs[op][j];
+      const bool requires_grad = input.caller != Wiring::kNone
+                                     ? call.extra_inputs[input.caller].requires_grad()
+                                     : input.producer >= grads.first_backward_op;
+      if (requires_grad) flags.extra_inputs |= uint64_t{1} << j;
+    }
+    if ((flags.params != 0 || flags.extra_inputs != 0) && op < grads.first_backward_op) {
+      grads.first_backward_op = op;
+    }
+    flags.op = op >= grads.first_backward_op;
+    flags.input = op == 0 ? input_requires_grad : op > grads.first_backward_op;
+  }
+  return grads;
+}
+
+namespace {
+
+/// One forward run of a plan.
+class ForwardRun {
+ public:
+  ForwardRun(const Plan& plan, const Call& call, const GradPlan& grads, Contexts& contexts)
+      : plan_(plan), call_(call), contexts_(contexts), extra_outputs_(plan.basic_ops.size()) {
+    const size_t n = plan.basic_ops.size();
+    args_.resize(n);
+    extra_inputs_.resize(n);
+    const at::DeviceType device = call.input.device().type();
+    std::optional<at::ScalarType> autocast_dtype;
+    if (at::autocast::is_autocast_enabled(device)) {
+      autocast_dtype = at::autocast::get_autocast_dtype(device);
+    }
+    for (size_t i = 0; i < n; ++i) {
+      OpArgs& args = args_[i];
+      args.params =
+          at::ArrayRef<Tensor>(call.params)
+              .slice(call.param_offsets[i], call.param_offsets[i + 1] - call.param_offsets[i]);
+      args.requires_grad = grads.flags[i];
+      args.training = call.training[i];
+      if (!call.kwargs.empty()) args.kwargs = &call.kwargs[i];
+      if (i > 0) args.prev_op_grad_output_quantizer = plan.grad_output_quantizers[i - 1];
+      if (i + 1 < n) args.next_op_input_quantizer = plan.input_quantizers[i + 1];
+      args.autocast_dtype = autocast_dtype;
+      contexts[i].requires_grad = grads.flags[i];
+    }
+  }
+
+  Value run() {
+    check_kwargs();
+    Value x = call_.input;
+    check_from(0, x);
+    for (const auto& op : plan_.basic_ops) {
+      op->pre_fuser_forward(args_.back().requires_grad.op);
+    }
+    for (const PlanStep& step : plan_.forward) {
+      if (step.first >= checked_) check_from(step.first, x);
+      x = run_step(step, x);
+    }
+    return x;
+  }
+
+  const std::vector<std::vector<Tensor>>& extra_outputs() const { return extra_outputs_; }
+  const std::vector<uint32_t>& versions() const { return versions_; }
+
+ private:
+  void check_kwargs() const {
+    for (size_t i = 0; i < call_.kwargs.size(); ++i) {
+      for (const auto& name : call_.kwargs[i].names) {
+        LIGATURE_CHECK_TYPE(
+            plan_.basic_ops[i]->is_guest() || plan_.basic_ops[i]->accepts_kwarg(name), "[",
+            plan_.basic_ops[i]->label(), "] takes no keyword argument '", name, "'");
+      }
+    }
+  }
+
+  /// Checks the operations from `first` on, as far as shapes can be told without computing.
+  void check_from(size_t first, const Value& input) {
+    ValueMeta meta = ValueMeta::of(input);
+    std::vector<at::SmallVector<ValueMeta, 1>> produced(plan_.basic_ops.size());
+    at::SmallVector<std::optional<ValueMeta>, 2> extras;
+    for (size_t i = first; i < plan_.basic_ops.size(); ++i) {
+      extras.clear();
+      for (const Wiring::Input& slot : plan_.wiring->inputs[i]) {
+        if (slot.caller != Wiring::kNone) {
+          extras.emplace_back(ValueMeta::of(call_.extra_inputs[slot.caller]));
+        } else if (slot.output < produced[slot.producer].size()) {
+          extras.emplace_back(produced[slot.producer][slot.output]);
+        } else if (slot.output < extra_outputs_[slot.producer].size()) {
+          extras.emplace_back(ValueMeta::of(extra_outputs_[slot.producer][slot.output]));
+        } else {
+          extras.emplace_back();
+        }
+      }
+      InferArgs args{meta, args_[i].params, extras, args_[i].training, args_[i].autocast_dtype};
+      auto inferred = plan_.basic_ops[i]->infer(args);
+      checked_ = i + 1;
+      if (!inferred) return;
+      meta = std::move(inferred->output);
+      produced[i] = std::move(inferred->extra_outputs);
+    }
+  }
+
+  Value run_step(const PlanStep& step, const Value& x) {
+    c10::SmallVector<OperationContext*, 8> ctxs;
+    for (size_t i = step.first; i < step.first + step.count; ++i) {
+      for (const Wiring::Input& slot : plan_.wiring->inputs[i]) {
+        if (slot.caller != Wiring::kNone) {
+          extra_inputs_[i].push_back(call_.extra_inputs[slot.caller]);
+        } else if (slot.producer < step.first) {
+          extra_inputs_[i].push_back(extra_outputs_[slot.producer][slot.output]);
+        } else {
+          extra_inputs_[i].emplace_back();  // a channel inside the step
+        }
+      }
+      args_[i].extra_inputs = extra_inputs_[i];
+      ctxs.push_back(&contexts_[i]);
+    }
+    FuserForwardResult result = [&] {
+      StepScope scope(*step.op);
+      return step.op->fuser_forward(ctxs, x,
+                                    at::ArrayRef<OpArgs>(args_).slice(step.first, step.count));
+    }();
+    LIGATURE_CHECK_STATE(result.output.defined(), "[", step.op->label(),
+                         "] its forward returned no output");
+    for (size_t k = 0; k < step.count; ++k) {
+      const size_t i = step.first + k;
+      const size_t wanted = plan_.basic_ops[i]->num_extra_outputs();
+      const size_t got = k < result.extra_outputs.size() ? result.extra_outputs[k].size() : 0;
+      LIGATURE_CHECK_STATE(got == wanted, "[", plan_.basic_ops[i]->label(), "] must give ", wanted,
+                           " extra outputs, got ", got);
+      if (wanted > 0) extra_outputs_[i] = std::move(result.extra_outputs[k]);
+      for (const Value& value : contexts_[i].saved()) {
+        if (value.defined() && !value.is_quantized()) {
+          versions_.push_back(value.tensor().is_inference() ? 0 : value.tensor()._version());
+        }
+      }
+    }
+    return std::move(result.output);
+  }
+
+  const Plan& plan_;
+  const Call& call_;
+  Contexts& contexts_;
+  std::vector<OpArgs> args_;
+  std::vector<std::vector<Tensor>> extra_inputs_;
+  std::vector<std::vector<Tensor>> extra_outputs_;
+  std::vector<uint32_t> versions_;
+  size_t checked_ = 0;
+};
+
+/// Makes `y` a tensor of its own that can carry a gradient edge: an argument returned as it is
+/// becomes a view of it, a view of an intermediate stops being one.
+Tensor own_output(const Tensor& y, const std::vector<const Tensor*>& inputs,
+                  const std::vector<Tensor>& earlier) {
+  namespace impl = torch::autograd::impl;
+  Tensor out = y;
+  bool of_input = false;
+  for (const Tensor* input : inputs) {
+    if (!input->defined() || !input->has_storage() || !y.has_storage()) continue;
+    of_input = of_input || y.is_same(*input) || y.storage().is_alias_of(input->storage());
+  }
+  if (of_input) {
+    out = y.view_as(y);
+    if (auto* view = impl::get_view_autograd_meta(out)) {
+      view->set_creation_meta(torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
+    }
+    return out;
+  }
+  const bool repeated = std::any_of(earlier.begin(), earlier.end(),
+                                    [&](const Tensor& other) { return other.is_same(y); });
+  return repeated || out.is_view() || out.requires_grad() ? out.detach() : out;
+}
+
+}  // namespace
+
+std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call,
+                            const GradPlan& grads) {
+  const size_t n = plan->basic_ops.size();
+  const bool requires_grad = grads.first_backward_op < n;
+  auto contexts = std::make_shared<Contexts>(n);
+  std::vector<Tensor> outputs;
+  std::vector<size_t> producers;  // of the extra outputs
+
+  at::NoGradGuard no_grad;
+  ForwardRun run(*plan, call, grads, *contexts);
+  outputs.push_back(run.run().dequantized());
+  outputs.resize(1 + plan->wiring->caller_outputs.size());
+  producers.resize(outputs.size());
+  for (size_t i = 0; i < n; ++i) {
+    for (size_t j = 0; j < plan->wiring->outputs[i].size(); ++j) {
+      const size_t caller = plan->wiring->outputs[i][j].caller;
+      if (caller == Wiring::kNone) continue;
+      outputs[1 + caller] = run.extra_outputs()[i][j];
+      producers[1 + caller] = i;
+    }
+  }
+  if (!requires_grad) return outputs;
+
+  std::vector<const Tensor*> inputs;
+  if (!call.input.is_quantized()) inputs.push_back(&call.input.tensor());
+  for (const Tensor& param : call.params) inputs.push_back(&param);
+  for (const Tensor& extra : call.extra_inputs) inputs.push_back(&extra);
+
+  auto node = make_node<FuserNode>(plan, contexts, call.param_offsets, std::move(call.keep_alive));
+  torch::autograd::edge_list edges;
+  edges.reserve(inputs.size() + 1);
+  if (call.input.is_quantized()) edges.emplace_back();
+  for (const Tensor* input : inputs) {
+    edges.push_back(input->defined() && input->requires_grad()
+                        ? torch::autograd::impl::gradient_edge(*input)
+                        : torch::autograd::Edge());
+  }
+  node->set_next_edges(std::move(edges));
+
+  std::vector<Tensor> wrapped;
+  wrapped.reserve(outputs.size());
+  for (size_t k = 0; k < outputs.size(); ++k) {
+    const bool differentiable = (k == 0 || producers[k] >= grads.first_backward_op) &&
+                                torch::autograd::isDifferentiableType(outputs[k].scalar_type());
+    if (!differentiable) {
+      wrapped.push_back(outputs[k]);
+      continue;
+    }
+    wrapped.push_back(own_output(outputs[k], inputs, wrapped));
+    node->add_output(k == 0 ? FuserNode::kMainOutput : k - 1);
+    torch::autograd::set_history(wrapped.back(), node);
+  }
+  node->remember_extra_outputs(run.extra_outputs());
+  node->save(wrapped, run.versions());
+  return wrapped;
+}
+
+}  // namespace ligature

@@ -1,0 +1,34 @@
+// Runs a plan: forward over flat lists of tensors, and backward as one autograd node.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "ligature/fuser/plan.h"
+
+namespace ligature {
+
+/// Everything one call computes with.
+struct Call {
+  Value input;
+  std::vector<Tensor> params;         ///< of all basic operations, in order
+  std::vector<size_t> param_offsets;  ///< where each operation's begin; one more than operations
+  std::vector<Tensor> extra_inputs;   ///< the caller's
+  std::vector<OpKwargs> kwargs;       ///< one per basic operation, or none at all
+  std::vector<bool> training;         ///< one per basic operation
+  std::shared_ptr<void> keep_alive;   ///< what must live as long as backward may run
+};
+
+/// Which operations take part in backward, and in what.
+struct GradPlan {
+  size_t first_backward_op = 0;
+  std::vector<GradFlags> flags;
+};
+
+GradPlan plan_gradients(const Call& call, const Wiring& wiring, size_t num_ops);
+
+/// The output, then the extra outputs.
+std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call,
+                            const GradPlan& grads);
+
+}  // namespace ligature

@@ -1,0 +1,116 @@
+#include "ligature/fuser/fuser.h"
+
+#include <ATen/ops/_fw_primal.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include <algorithm>
+
+namespace ligature {
+
+OperationFuser::OperationFuser(const OpList& ops, FuserOptions options)
+    : ops_(ops), options_(std::move(options)) {
+  LIGATURE_CHECK(!ops.empty(), "a fuser needs at least one operation");
+  for (const auto& op : ops) {
+    for (auto& basic : op->basic_ops()) basic_ops_.push_back(std::move(basic));
+  }
+  wiring_ = std::make_shared<const Wiring>(options_.use_channels
+                                               ? wire(basic_ops_, options_.open_channels)
+                                               : wire_without_channels(basic_ops_));
+}
+
+void OperationFuser::check_call(const Call& call) const {
+  LIGATURE_CHECK_TYPE(call.input.defined(), "[", basic_ops_.front()->label(),
+                      "] input must be a tensor, got none");
+  LIGATURE_CHECK(call.extra_inputs.size() == num_extra_inputs(), "the operations ",
+                 describe(basic_ops_), " take ", num_extra_inputs(), " extra inputs, got ",
+                 call.extra_inputs.size());
+  LIGATURE_CHECK(call.kwargs.empty() || call.kwargs.size() == basic_ops_.size(),
+                 "keyword arguments must be given for each of ", basic_ops_.size(),
+                 " basic operations, got ", call.kwargs.size());
+  for (size_t k = 0; k < call.extra_inputs.size(); ++k) {
+    LIGATURE_CHECK_TYPE(call.extra_inputs[k].defined(), "extra input ", k, " of ",
+                        describe(basic_ops_), " must be a tensor, got none");
+    LIGATURE_CHECK(call.extra_inputs[k].device() == call.input.device(), "extra input ", k, " of ",
+                   describe(basic_ops_), " must be on the input's device ",
+                   call.input.device().str(), ", got ", call.extra_inputs[k].device().str());
+  }
+  LIGATURE_CHECK_STATE(
+      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
+      "transforms of torch.func (grad, vmap, jvp) cannot look into a fuser; use torch.autograd");
+  bool forward_mode =
+      !call.input.is_quantized() && torch::autograd::isFwGradDefined(call.input.tensor());
+  for (const Tensor& t : call.params)
+    forward_mode = forward_mode || torch::autograd::isFwGradDefined(t);
+  for (const Tensor& t : call.extra_inputs) {
+    forward_mode = forward_mode || torch::autograd::isFwGradDefined(t);
+  }
+  LIGATURE_CHECK_STATE(!forward_mode, "forward-mode differentiation of a fuser is not supported");
+}
+
+std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key,
+                                                     const std::shared_ptr<const Recipe>& recipe) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [known, plan] : plans_) {
+    if (known == key) {
+      if (last_plan_ != plan) last_plan_ = plan;
+      return plan;
+    }
+  }
+  if (!prepared_) {
+    for (const auto& op : basic_ops_) op->pre_first_fuser_forward();
+    prepared_ = true;
+  }
+  PlanOptions options;
+  options.recipe = recipe;
+  options.dtype = key.dtype;
+  options.device = key.device;
+  options.recompute = options_.recompute;
+  options.requires_grad = key.first_backward_op < basic_ops_.size();
+  auto plan = make_plan(basic_ops_, wiring_, options, key.first_backward_op, options_.fuse);
+  std::erase_if(plans_, [&](const auto& item) { return item.first.registry != key.registry; });
+  plans_.emplace_back(key, plan);
+  last_plan_ = plan;
+  return plan;
+}
+
+std::shared_ptr<const Plan> OperationFuser::plan() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return last_plan_;
+}
+
+void OperationFuser::set_recompute(Recompute recompute) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (recompute == options_.recompute) return;
+  options_.recompute = recompute;
+  plans_.clear();
+}
+
+std::vector<Tensor> OperationFuser::run(Call&& call) {
+  check_call(call);
+  const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
+  PlanKey key;
+  key.registry = registry_version();
+  key.first_backward_op = grads.first_backward_op;
+  key.dtype = call.input.dtype();
+  key.device = call.input.device();
+  return execute(plan_for(key, nullptr), std::move(call), grads);
+}
+
+std::vector<Tensor> OperationFuser::operator()(const Tensor& input,
+                                               std::vector<Tensor> extra_inputs,
+                                               std::vector<OpKwargs> kwargs) {
+  Call call;
+  call.input = input;
+  call.extra_inputs = std::move(extra_inputs);
+  call.kwargs = std::move(kwargs);
+  call.param_offsets.push_back(0);
+  for (const auto& op : basic_ops_) {
+    op->collect_parameters(call.params);
+    call.param_offsets.push_back(call.params.size());
+    call.training.push_back(op->parameter_owner().is_training());
+  }
+  return run(std::move(call));
+}
+
+}  // namespace ligature

@@ -1,0 +1,279 @@
+#include "ligature/fuser/node.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "ligature/fuser/builtin_scope.h"
+#include "ligature/fuser/node_ptr.h"
+
+namespace ligature {
+
+using torch::autograd::variable_list;
+
+size_t FuserNode::save_tensor(const Tensor& tensor, const std::vector<Tensor>& outputs, size_t op) {
+  const void* identity = tensor.unsafeGetTensorImpl();
+  for (size_t k = 0; k < saved_.size(); ++k) {
+    if (saved_identity_[k] == identity) {
+      last_user_[k] = std::min(last_user_[k], op);
+      return k;
+    }
+  }
+  const bool is_output = std::any_of(outputs.begin(), outputs.end(),
+                                     [&](const Tensor& y) { return y.is_same(tensor); });
+  saved_.emplace_back(tensor, is_output);
+  saved_identity_.push_back(identity);
+  last_user_.push_back(op);
+  return saved_.size() - 1;
+}
+
+void FuserNode::save(const std::vector<Tensor>& outputs, const std::vector<uint32_t>& versions) {
+  slots_.resize(contexts_->size());
+  size_t version = 0;
+  for (size_t op = 0; op < contexts_->size(); ++op) {
+    OperationContext& ctx = (*contexts_)[op];
+    for (const Value& value : ctx.saved()) {
+      Slot slot;
+      if (value.is_quantized()) {
+        slot.shell = value.quantized();
+        for (const Tensor& tensor : slot.shell->tensors()) {
+          saved_.emplace_back(tensor, false);
+          saved_identity_.push_back(nullptr);
+          last_user_.push_back(op);
+        }
+        slot.count = slot.shell->tensors().size();
+        slot.first = saved_.size() - slot.count;
+      } else if (value.defined()) {
+        const Tensor& tensor = value.tensor();
+        const uint32_t saved_version = versions[version++];
+        LIGATURE_CHECK_STATE(
+            tensor.is_inference() || tensor._version() == saved_version,
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            "operation: ",
+            sizes_string(tensor.sizes()), ", saved for the backward of ",
+            plan_->basic_ops[op]->name(), ", is at version ", tensor._version(),
+            "; expected version ", saved_version, " instead");
+        slot.first = save_tensor(tensor, outputs, op);
+        slot.count = 1;
+      }
+      slots_[op].push_back(std::move(slot));
+    }
+    ctx.save_for_backward({});
+  }
+  saved_identity_.clear();
+}
+
+void FuserNode::remember_extra_outputs(const std::vector<std::vector<Tensor>>& extra_outputs) {
+  for (const auto& outputs : extra_outputs) {
+    auto& metas = extra_outputs_.emplace_back();
+    for (const Tensor& output : outputs) metas.push_back(ValueMeta::of(output));
+  }
+}
+
+void FuserNode::fill_in_zeros(const PlanStep& step, std::vector<std::vector<Tensor>>& grads) const {
+  for (size_t op = step.first; op < step.first + step.count; ++op) {
+    for (size_t j = 0; j < grads[op].size(); ++j) {
+      if (grads[op][j].defined()) continue;
+      const ValueMeta& meta = extra_outputs_[op][j];
+      grads[op][j] = at::zeros(meta.sizes, at::TensorOptions(meta.dtype).device(meta.device));
+    }
+  }
+}
+
+void FuserNode::release_variables() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& variable : saved_) variable.reset_data();
+}
+
+FuserNode::Need FuserNode::what_is_needed() const {
+  const size_t n = contexts_->size();
+  Need need{n, std::vector<GradFlags>(n)};
+  const size_t extra_edges = 1 + param_offsets_.back();
+  for (size_t op = n; op-- > 0;) {
+    const GradFlags& wanted = (*contexts_)[op].requires_grad;
+    GradFlags& flags = need.flags[op];
+    if (!wanted.op) continue;
+    for (size_t j = 0; j < param_offsets_[op + 1] - param_offsets_[op]; ++j) {
+      if (wanted.param(j) && task_should_compute_output(1 + param_offsets_[op] + j)) {
+        flags.params |= uint64_t{1} << j;
+      }
+    }
+    const auto& inputs = plan_->wiring->inputs[op];
+    for (size_t j = 0; j < inputs.size(); ++j) {
+      const bool from_channel = inputs[j].caller == Wiring::kNone;
+      if (wanted.extra_input(j) &&
+          (from_channel || task_should_compute_output(extra_edges + inputs[j].caller))) {
+        flags.extra_inputs |= uint64_t{1} << j;
+        if (!from_channel) need.lowest_op = op;
+      }
+    }
+    if (flags.params != 0) need.lowest_op = op;
+  }
+  if (n > 0 && (*contexts_)[0].requires_grad.input && task_should_compute_output(0)) {
+    need.lowest_op = 0;
+    need.flags[0].input = true;
+  }
+  for (size_t op = need.lowest_op; op < n; ++op) {
+    need.flags[op].op = true;
+    if (op > need.lowest_op) need.flags[op].input = true;
+  }
+  return need;
+}
+
+void FuserNode::unpack(size_t op, std::vector<Tensor>& unpacked) {
+  std::vector<Value> values;
+  values.reserve(slots_[op].size());
+  for (const Slot& slot : slots_[op]) {
+    for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
+      if (!unpacked[k].defined()) unpacked[k] = saved_[k].unpack(getptr());
+    }
+    if (slot.first == Wiring::kNone) {
+      values.emplace_back();
+    } else if (slot.shell != nullptr) {
+      values.emplace_back(slot.shell->with_tensors(
+          {unpacked.begin() + slot.first, unpacked.begin() + slot.first + slot.count}));
+    } else {
+      values.emplace_back(unpacked[slot.first]);
+    }
+  }
+  (*contexts_)[op].save_for_backward(std::move(values));
+}
+
+variable_list FuserNode::backward(const variable_list& grads) {
+  const Plan& plan = *plan_;
+  const size_t n = contexts_->size();
+  const Need need = what_is_needed();
+  const size_t extra_edges = 1 + param_offsets_.back();
+  variable_list result(extra_edges + plan.wiring->caller_inputs.size());
+
+  Value dy;
+  std::vector<std::vector<Tensor>> grad_extra_outputs(n);
+  for (size_t op = 0; op < n; ++op) {
+    grad_extra_outputs[op].resize(plan.wiring->outputs[op].size());
+  }
+  std::vector<Tensor> caller_grads(plan.wiring->caller_outputs.size());
+  for (size_t k = 0; k < outputs_.size(); ++k) {
+    if (outputs_[k] != kMainOutput) {
+      caller_grads[outputs_[k]] = grads[k];
+    } else {
+      dy = grads[k].defined() ? grads[k] : input_metadata(k).zeros_like();
+    }
+  }
+  for (size_t op = 0; op < n; ++op) {
+    for (size_t j = 0; j < plan.wiring->outputs[op].size(); ++j) {
+      const size_t caller = plan.wiring->outputs[op][j].caller;
+      if (caller != Wiring::kNone) grad_extra_outputs[op][j] = caller_grads[caller];
+    }
+  }
+
+  const bool keep_graph = torch::autograd::get_current_graph_task_id() < 0 ||
+                          torch::autograd::get_current_graph_task_keep_graph();
+  std::vector<Tensor> unpacked(saved_.size());
+  const std::vector<GradFlags> flags_of_forward = [&] {
+    std::vector<GradFlags> flags;
+    for (const auto& ctx : *contexts_) flags.push_back(ctx.requires_grad);
+    return flags;
+  }();
+  // The contexts serve every backward of this graph: what this one narrows is put back.
+  struct Restore {
+    Contexts& contexts;
+    const std::vector<GradFlags>& flags;
+    ~Restore() {
+      for (size_t op = 0; op < contexts.size(); ++op) {
+        contexts[op].requires_grad = flags[op];
+        contexts[op].save_for_backward({});
+      }
+    }
+  } restore{*contexts_, flags_of_forward};
+
+  c10::SmallVector<OperationContext*, 8> ctxs;
+  for (size_t s = plan.backward.size(); s-- > 0;) {
+    const PlanStep& step = plan.backward[s];
+    const size_t end = step.first + step.count;
+    if (end <= need.lowest_op) break;
+    ctxs.clear();
+    for (size_t op = step.first; op < end; ++op) {
+      (*contexts_)[op].requires_grad = need.flags[op];
+      unpack(op, unpacked);
+      ctxs.push_back(&(*contexts_)[op]);
+    }
+    if (step.op->is_guest()) fill_in_zeros(step, grad_extra_outputs);
+    FuserBackwardResult step_result = [&] {
+      StepScope scope(*step.op);
+      return step.op->fuser_backward(
+          ctxs, dy,
+          at::ArrayRef<std::vector<Tensor>>(grad_extra_outputs).slice(step.first, step.count));
+    }();
+    LIGATURE_CHECK_STATE(step_result.grad_params.size() == step.count &&
+                             step_result.grad_extra_inputs.size() == step.count,
+                         "[", step.op->label(), "] its backward must return gradients for each of ",
+                         step.count, " basic operations, got ", step_result.grad_params.size(),
+                         " lists for parameters and ", step_result.grad_extra_inputs.size(),
+                         " for extra inputs");
+    for (size_t k = 0; k < step.count; ++k) {
+      const size_t op = step.first + k;
+      const size_t num_params = param_offsets_[op + 1] - param_offsets_[op];
+      auto& grad_params = step_result.grad_params[k];
+      LIGATURE_CHECK_STATE(grad_params.size() == num_params || grad_params.empty(), "[",
+                           plan.basic_ops[op]->label(), "] its backward must return ", num_params,
+                           " parameter gradients, got ", grad_params.size());
+      for (size_t j = 0; j < grad_params.size(); ++j) {
+        if (need.flags[op].param(j)) result[1 + param_offsets_[op] + j] = std::move(grad_params[j]);
+      }
+      const auto& inputs = plan.wiring->inputs[op];
+      auto& grad_extra = step_result.grad_extra_inputs[k];
+      LIGATURE_CHECK_STATE(grad_extra.size() == inputs.size() || grad_extra.empty(), "[",
+                           plan.basic_ops[op]->label(), "] its backward must return ",
+                           inputs.size(), " extra input gradients, got ", grad_extra.size());
+      for (size_t j = 0; j < grad_extra.size(); ++j) {
+        if (!need.flags[op].extra_input(j) || !grad_extra[j].defined()) continue;
+        if (inputs[j].caller != Wiring::kNone) {
+          result[extra_edges + inputs[j].caller] = std::move(grad_extra[j]);
+        } else {
+          Tensor& sum = grad_extra_outputs[inputs[j].producer][inputs[j].output];
+          sum = sum.defined() ? at::add(sum, grad_extra[j]) : std::move(grad_extra[j]);
+        }
+      }
+      grad_extra_outputs[op].clear();
+      (*contexts_)[op].save_for_backward({});
+    }
+    dy = std::move(step_result.grad_input);
+    for (size_t k = 0; k < saved_.size(); ++k) {
+      if (last_user_[k] < step.first || last_user_[k] >= end) continue;
+      unpacked[k].reset();
+      if (!keep_graph) saved_[k].reset_data();
+    }
+  }
+  if (need.lowest_op == 0 && n > 0 && need.flags[0].input) result[0] = dy.dequantized();
+  return result;
+}
+
+variable_list FuserNode::apply(variable_list&& grads) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool differentiable =
+      at::GradMode::is_enabled() && std::any_of(grads.begin(), grads.end(), [](const Tensor& g) {
+        return g.defined() && g.requires_grad();
+      });
+  variable_list result;
+  {
+    at::NoGradGuard no_grad;
+    result = backward(grads);
+  }
+  if (!differentiable) return result;
+  for (Tensor& grad : result) {
+    if (grad.defined() && !grad.requires_grad()) grad = grad.detach().requires_grad_();
+  }
+  auto refuse = make_node<torch::autograd::DelayedError>(
+      "trying to differentiate twice a function that was marked with @once_differentiable",
+      static_cast<int64_t>(result.size()));
+  return (*refuse)(std::move(result));
+}
+
+}  // namespace ligature

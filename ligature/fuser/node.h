@@ -1,0 +1,71 @@
+// The autograd node of a fuser: holds what forward saved and runs the backward steps.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ligature/fuser/plan.h"
+
+namespace ligature {
+
+class FuserNode : public torch::autograd::Node {
+ public:
+  FuserNode(std::shared_ptr<const Plan> plan, std::shared_ptr<Contexts> contexts,
+            std::vector<size_t> param_offsets, std::shared_ptr<void> keep_alive)
+      : plan_(std::move(plan)),
+        contexts_(std::move(contexts)),
+        param_offsets_(std::move(param_offsets)),
+        keep_alive_(std::move(keep_alive)) {}
+
+  /// An output of the node: the main one (caller == none) or one of the extra outputs.
+  void add_output(size_t caller_index) { outputs_.push_back(caller_index); }
+  static constexpr size_t kMainOutput = Wiring::kNone;
+
+  /// Shapes of all extra outputs, for guests: their missing gradients are given as zeros.
+  void remember_extra_outputs(const std::vector<std::vector<Tensor>>& extra_outputs);
+
+  /// Takes over what the contexts hold. `outputs`: the tensors that the node returned. `versions`:
+  /// of every saved tensor, when it was saved, in order.
+  void save(const std::vector<Tensor>& outputs, const std::vector<uint32_t>& versions);
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+  void release_variables() override;
+  std::string name() const override { return "LigatureFuserBackward"; }
+
+  size_t num_saved_tensors() const { return saved_.size(); }
+
+ private:
+  /// A saved value: tensors in `saved_`, and for a quantized one what puts them together.
+  struct Slot {
+    std::shared_ptr<QuantizedTensor> shell;
+    size_t first = Wiring::kNone;  // none: an undefined value
+    size_t count = 0;
+  };
+  struct Need {
+    size_t lowest_op = 0;  // nothing before it is asked for
+    std::vector<GradFlags> flags;
+  };
+
+  torch::autograd::variable_list backward(const torch::autograd::variable_list& grads);
+  Need what_is_needed() const;
+  void fill_in_zeros(const PlanStep& step, std::vector<std::vector<Tensor>>& grads) const;
+  void unpack(size_t op, std::vector<Tensor>& unpacked);
+  size_t save_tensor(const Tensor& tensor, const std::vector<Tensor>& outputs, size_t op);
+
+  std::shared_ptr<const Plan> plan_;
+  std::shared_ptr<Contexts> contexts_;
+  std::vector<size_t> param_offsets_;
+  std::shared_ptr<void> keep_alive_;
+  std::vector<size_t> outputs_;
+  std::vector<std::vector<ValueMeta>> extra_outputs_;
+  std::vector<torch::autograd::SavedVariable> saved_;
+  std::vector<const void*> saved_identity_;  // only while saving
+  std::vector<size_t> last_user_;            // the operation after whose backward it is not needed
+  std::vector<std::vector<Slot>> slots_;     // [operation][saved value]
+};
+
+}  // namespace ligature

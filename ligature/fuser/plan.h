@@ -1,0 +1,46 @@
+// A plan: which operations run in forward and in backward, decided once.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ligature/fuser/match.h"
+#include "ligature/fuser/registry.h"
+#include "ligature/fuser/wiring.h"
+
+namespace ligature {
+
+/// One call in a plan: an operation and the run of basic operations it covers.
+struct PlanStep {
+  OpPtr op;
+  size_t first = 0;
+  size_t count = 0;
+};
+
+struct Plan {
+  std::vector<BasicOpPtr> basic_ops;
+  std::shared_ptr<const Wiring> wiring;
+  std::vector<PlanStep> forward;
+  std::vector<PlanStep>
+      backward;  ///< in forward order; backward runs them from the last to the first
+  /// Operations before this one save nothing and do not run in backward.
+  size_t first_backward_op = 0;
+  PlanOptions options;
+  /// Neighbours' quantizers, one entry per basic operation.
+  std::vector<const Quantizer*> input_quantizers;
+  std::vector<const Quantizer*> grad_output_quantizers;
+  struct PassReport {
+    Pass pass;
+    std::vector<Consideration> considered;
+  };
+  std::vector<PassReport> reports;
+};
+
+/// Runs the three passes. Each registered fusion is applied once per pass; after each pass the
+/// result must stand for the same basic operations in the same order.
+std::shared_ptr<const Plan> make_plan(std::vector<BasicOpPtr> ops,
+                                      std::shared_ptr<const Wiring> wiring, PlanOptions options,
+                                      size_t first_backward_op, bool fuse = true);
+
+}  // namespace ligature

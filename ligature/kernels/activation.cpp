@@ -1,0 +1,90 @@
+// What every backend needs to know of an activation, the checks of its arguments, and the dispatch
+// by device.
+#include "ligature/kernels/activation.h"
+
+#include "ligature/backend/aten/activation.h"
+#include "ligature/backend/cpu/activation.h"
+#include "ligature/check.h"
+
+namespace ligature::kernels {
+namespace {
+
+void check_input(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
+  const char* name = activation_name(spec.kind);
+  LIGATURE_CHECK(x.dim() > 0, "[", name, "] wanted an input with at least one dimension, got none");
+  if (is_gated(spec.kind)) {
+    const int64_t step = 2 * std::max<int64_t>(spec.glu_interleave_size, 1);
+    LIGATURE_CHECK(x.size(-1) % step == 0, "[", name, "] wanted a last dimension divisible by ",
+                   step, ", got ", x.size(-1));
+  }
+  if (spec.kind == ActivationKind::SiTUGLU) {
+    LIGATURE_CHECK(spec.beta1 > 0 && spec.beta2 > 0, "[", name, "] wanted positive betas, got ",
+                   spec.beta1, " and ", spec.beta2);
+  }
+  if (scales.defined()) {
+    const auto wanted = x.sizes().slice(0, x.dim() - 1);
+    LIGATURE_CHECK(scales.sizes() == wanted, "[", name, "] wanted scales of shape ", wanted,
+                   ", got ", scales.sizes());
+  }
+}
+
+}  // namespace
+
+bool is_gated(ActivationKind kind) { return kind >= ActivationKind::GLU; }
+
+const char* activation_name(ActivationKind kind) {
+  switch (kind) {
+    case ActivationKind::GELU:
+      return "GELU";
+    case ActivationKind::QGELU:
+      return "QGELU";
+    case ActivationKind::ReLU:
+      return "ReLU";
+    case ActivationKind::SReLU:
+      return "SReLU";
+    case ActivationKind::SiLU:
+      return "SiLU";
+    case ActivationKind::GLU:
+      return "GLU";
+    case ActivationKind::GEGLU:
+      return "GEGLU";
+    case ActivationKind::QGEGLU:
+      return "QGEGLU";
+    case ActivationKind::ReGLU:
+      return "ReGLU";
+    case ActivationKind::SReGLU:
+      return "SReGLU";
+    case ActivationKind::SwiGLU:
+      return "SwiGLU";
+    case ActivationKind::ClampedSwiGLU:
+      return "ClampedSwiGLU";
+    case ActivationKind::SiTUGLU:
+      return "SiTUGLU";
+  }
+  return "unknown activation";
+}
+
+Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
+  check_input(x, spec, scales);
+  return x.is_cpu() ? cpu::activation_forward(x, spec, scales)
+                    : aten::activation_forward(x, spec, scales);
+}
+
+Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
+  LIGATURE_CHECK(!is_gated(spec.kind), "[activation_forward_] wanted an activation that keeps the ",
+                 "shape, got ", activation_name(spec.kind));
+  check_input(x, spec, {});
+  return x.is_cpu() ? cpu::activation_forward_(x, spec) : aten::activation_forward_(x, spec);
+}
+
+ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
+                                       const ActivationSpec& spec, const Tensor& scales,
+                                       bool need_dscales, bool need_dbias) {
+  check_input(x, spec, scales);
+  LIGATURE_CHECK(!need_dscales || scales.defined(), "[", activation_name(spec.kind),
+                 "] wanted scales for their gradient, got none");
+  return x.is_cpu() ? cpu::activation_backward(dy, x, spec, scales, need_dscales, need_dbias)
+                    : aten::activation_backward(dy, x, spec, scales, need_dscales, need_dbias);
+}
+
+}  // namespace ligature::kernels

@@ -1,0 +1,17 @@
+// Sends the bias kernels to the backend of the tensor's device.
+#include "ligature/kernels/bias.h"
+
+#include "ligature/backend/aten/bias.h"
+#include "ligature/backend/cpu/bias.h"
+
+namespace ligature::kernels {
+
+Tensor bias_forward(const Tensor& x, const Tensor& b) {
+  return x.is_cpu() ? cpu::bias_forward(x, b) : aten::bias_forward(x, b);
+}
+
+Tensor bias_backward(const Tensor& dy, int64_t features) {
+  return dy.is_cpu() ? cpu::bias_backward(dy, features) : aten::bias_backward(dy, features);
+}
+
+}  // namespace ligature::kernels

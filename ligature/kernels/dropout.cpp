@@ -1,0 +1,37 @@
+// p = 1 and empty inputs are handled here: torch gives NaN for dropped infinities at p = 1, and a
+// mask of the wrong dtype for empty inputs.
+#include "ligature/kernels/dropout.h"
+
+#include <ATen/ops/native_dropout.h>
+#include <ATen/ops/native_dropout_backward.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <utility>
+
+#include "ligature/check.h"
+
+namespace ligature::kernels {
+namespace {
+
+void check_probability(const char* op, double p) {
+  LIGATURE_CHECK(p >= 0.0 && p <= 1.0, "[", op, "] wanted p in [0, 1], got ", p);
+}
+
+}  // namespace
+
+DropoutForward dropout_forward(const Tensor& x, double p) {
+  check_probability("dropout_forward", p);
+  if (p == 1.0 || x.numel() == 0) {
+    return {at::zeros_like(x), at::zeros_like(x, x.options().dtype(at::kBool))};
+  }
+  auto [y, mask] = at::native_dropout(x, p, true);
+  return {std::move(y), std::move(mask)};
+}
+
+Tensor dropout_backward(const Tensor& dy, const Tensor& mask, double p) {
+  check_probability("dropout_backward", p);
+  if (p == 1.0) return at::zeros_like(dy);
+  return at::native_dropout_backward(dy, mask, 1.0 / (1.0 - p));
+}
+
+}  // namespace ligature::kernels

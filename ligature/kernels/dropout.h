@@ -1,0 +1,20 @@
+// Dropout on torch's own kernels and random generator, so seeds mean what they mean in torch.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace ligature::kernels {
+
+using at::Tensor;
+
+struct DropoutForward {
+  Tensor y;
+  Tensor mask;  // bool, true where the value is kept
+};
+
+/// Zeroes each value with probability p in [0, 1] and divides the rest by 1 - p.
+DropoutForward dropout_forward(const Tensor& x, double p);
+
+Tensor dropout_backward(const Tensor& dy, const Tensor& mask, double p);
+
+}  // namespace ligature::kernels

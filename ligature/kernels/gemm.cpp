@@ -1,0 +1,90 @@
+// Matrix products are ATen's on every device. Host time matters here: a training step of a small
+// model makes these calls thousands of times, so each path is the fewest dispatches that do it.
+#include "ligature/kernels/gemm.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+
+#include "ligature/check.h"
+
+namespace ligature::kernels {
+namespace {
+
+int64_t row_count(const Tensor& t) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) rows *= t.size(d);
+  return rows;
+}
+
+Tensor as_matrix(const Tensor& t) { return t.dim() == 2 ? t : t.view({row_count(t), t.size(-1)}); }
+
+Tensor as_rows_of(const Tensor& y, const Tensor& x) {
+  if (x.dim() == 2) return y;
+  at::DimVector shape(x.sizes());
+  shape.back() = y.size(-1);
+  return y.view(shape);
+}
+
+void check_inner(const char* op, const char* what, int64_t wanted, int64_t got) {
+  LIGATURE_CHECK(wanted == got, "[", op, "] wanted ", what, " of ", wanted, ", got ", got);
+}
+
+// alpha * a b + add for matrices a, b and an `add` that may be absent, a vector or a matrix.
+Tensor product(const Tensor& a, const Tensor& b, const Tensor& add, double alpha) {
+  if (add.defined()) return at::addmm(add, a, b, 1, alpha);
+  if (alpha == 1.0) return at::mm(a, b);
+  Tensor y = at::empty({a.size(0), b.size(1)}, a.options());
+  at::addmm_out(y, y, a, b, 0, alpha);
+  return y;
+}
+
+}  // namespace
+
+Tensor linear_forward(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& add,
+                      double alpha) {
+  check_inner("linear_forward", "x with a last dimension", w.size(1), x.size(-1));
+  if (bias.defined() && add.defined()) {
+    Tensor y = at::add(add, bias);
+    linear_forward_add_(y, x, w, {}, alpha);
+    return y;
+  }
+  const Tensor addend = add.defined() ? as_matrix(add) : bias;
+  return as_rows_of(product(as_matrix(x), w.t(), addend, alpha), x);
+}
+
+void linear_forward_add_(Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias,
+                         double alpha) {
+  check_inner("linear_forward_add_", "x with a last dimension", w.size(1), x.size(-1));
+  if (bias.defined()) y.add_(bias);
+  as_matrix(y).addmm_(as_matrix(x), w.t(), 1, alpha);
+}
+
+Tensor linear_input_grad(const Tensor& dy, const Tensor& w, const Tensor& add, double alpha) {
+  check_inner("linear_input_grad", "dy with a last dimension", w.size(0), dy.size(-1));
+  const Tensor addend = add.defined() ? as_matrix(add) : add;
+  return as_rows_of(product(as_matrix(dy), w, addend, alpha), dy);
+}
+
+Tensor linear_weight_grad(const Tensor& dy, const Tensor& x, double alpha) {
+  return product(as_matrix(dy).t(), as_matrix(x), {}, alpha);
+}
+
+void linear_weight_grad_into(Tensor& out, const Tensor& dy, const Tensor& x, bool accumulate,
+                             double alpha) {
+  Tensor dyt = as_matrix(dy).t();
+  Tensor x2 = as_matrix(x);
+  const double beta = accumulate ? 1.0 : 0.0;
+  if (out.scalar_type() != dyt.scalar_type()) {
+    if (out.is_cuda()) {
+      at::addmm_out(out, out, dyt, x2, out.scalar_type(), beta, alpha);
+      return;
+    }
+    dyt = dyt.to(out.scalar_type());
+    x2 = x2.to(out.scalar_type());
+  }
+  at::addmm_out(out, out, dyt, x2, beta, alpha);
+}
+
+}  // namespace ligature::kernels

@@ -1,0 +1,76 @@
+// Checks the normalized size and sends the norms to the backend of the tensor's device.
+#include "ligature/kernels/norm.h"
+
+#include "ligature/backend/aten/norm.h"
+#include "ligature/backend/cpu/norm.h"
+#include "ligature/check.h"
+
+namespace ligature::kernels {
+namespace {
+
+void check_sizes(const char* op, const Tensor& x, const Tensor& w) {
+  const int64_t hidden = w.numel();
+  LIGATURE_CHECK(hidden > 0 && x.numel() % hidden == 0, "[", op, "] wanted an input of rows of ",
+                 hidden, " elements, got shape ", x.sizes());
+}
+
+}  // namespace
+
+NormForward layer_norm_forward(const Tensor& x, const Tensor& w, const Tensor& b, double eps,
+                               bool zero_centered_gamma, at::ScalarType out_dtype) {
+  check_sizes("layer_norm_forward", x, w);
+  return x.is_cpu() ? cpu::layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype)
+                    : aten::layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype);
+}
+
+NormForward rms_norm_forward(const Tensor& x, const Tensor& w, double eps, bool zero_centered_gamma,
+                             at::ScalarType out_dtype) {
+  check_sizes("rms_norm_forward", x, w);
+  return x.is_cpu() ? cpu::rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype)
+                    : aten::rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype);
+}
+
+Tensor layer_norm_apply(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& w,
+                        const Tensor& b, bool zero_centered_gamma, at::ScalarType out_dtype) {
+  check_sizes("layer_norm_apply", x, w);
+  return x.is_cpu() ? cpu::layer_norm_apply(x, mean, rstd, w, b, zero_centered_gamma, out_dtype)
+                    : aten::layer_norm_apply(x, mean, rstd, w, b, zero_centered_gamma, out_dtype);
+}
+
+Tensor rms_norm_apply(const Tensor& x, const Tensor& rstd, const Tensor& w,
+                      bool zero_centered_gamma, at::ScalarType out_dtype) {
+  check_sizes("rms_norm_apply", x, w);
+  return x.is_cpu() ? cpu::rms_norm_apply(x, rstd, w, zero_centered_gamma, out_dtype)
+                    : aten::rms_norm_apply(x, rstd, w, zero_centered_gamma, out_dtype);
+}
+
+NormBackward layer_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                 const Tensor& rstd, const Tensor& w, bool zero_centered_gamma,
+                                 const Tensor& add, bool need_dx, bool need_dw, bool need_db) {
+  check_sizes("layer_norm_backward", x, w);
+  return x.is_cpu() ? cpu::layer_norm_backward(dy, x, mean, rstd, w, zero_centered_gamma, add,
+                                               need_dx, need_dw, need_db)
+                    : aten::layer_norm_backward(dy, x, mean, rstd, w, zero_centered_gamma, add,
+                                                need_dx, need_dw, need_db);
+}
+
+NormBackward rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& rstd,
+                               const Tensor& w, bool zero_centered_gamma, const Tensor& add,
+                               bool need_dx, bool need_dw) {
+  check_sizes("rms_norm_backward", x, w);
+  return x.is_cpu()
+             ? cpu::rms_norm_backward(dy, x, rstd, w, zero_centered_gamma, add, need_dx, need_dw)
+             : aten::rms_norm_backward(dy, x, rstd, w, zero_centered_gamma, add, need_dx, need_dw);
+}
+
+L2Forward l2_normalization_forward(const Tensor& x, double eps) {
+  return x.is_cpu() ? cpu::l2_normalization_forward(x, eps)
+                    : aten::l2_normalization_forward(x, eps);
+}
+
+Tensor l2_normalization_backward(const Tensor& dy, const Tensor& x, const Tensor& rstd) {
+  return x.is_cpu() ? cpu::l2_normalization_backward(dy, x, rstd)
+                    : aten::l2_normalization_backward(dy, x, rstd);
+}
+
+}  // namespace ligature::kernels

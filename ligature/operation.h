@@ -1,0 +1,290 @@
+// The base classes of everything that can be fused.
+//
+// An operation is a description: it holds options, and as a module it owns parameters, but what it
+// computes with comes in as arguments. So one operation can run in many threads, under other
+// parameters, and inside any fusion that covers it.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "ligature/context.h"
+#include "ligature/meta.h"
+
+namespace ligature {
+
+class FusibleOperation;
+class BasicOperation;
+using OpPtr = std::shared_ptr<FusibleOperation>;
+using OpList = std::vector<OpPtr>;
+using BasicOpPtr = std::shared_ptr<BasicOperation>;
+
+/// Keyword arguments of one basic operation in one call.
+struct OpKwargs {
+  PlainState values;
+  std::vector<std::string> names;  ///< all names given, also of values that only `host` holds
+  std::shared_ptr<void> host;      ///< a binding's own form of them
+};
+
+/// What one basic operation is given in forward.
+struct OpArgs {
+  at::ArrayRef<Tensor> params;
+  at::ArrayRef<Tensor> extra_inputs;
+  GradFlags requires_grad;
+  bool training = true;
+  const OpKwargs* kwargs = nullptr;
+  const Quantizer* prev_op_grad_output_quantizer = nullptr;
+  const Quantizer* next_op_input_quantizer = nullptr;
+  std::optional<at::ScalarType> autocast_dtype;
+};
+
+/// What a forward computed and did not take from its arguments: fresh tensors and plain state.
+struct Kept {
+  std::vector<Value> tensors;
+  PlainState state;
+};
+
+struct OpForwardResult {
+  Value output;
+  Kept kept;
+};
+
+struct OpBackwardResult {
+  Value grad_input;
+  std::vector<Tensor> grad_params;
+};
+
+/// Lists have one entry per basic operation.
+struct FuserForwardResult {
+  Value output;
+  std::vector<std::vector<Tensor>> extra_outputs;
+  std::vector<Kept> kept;
+};
+
+struct FuserBackwardResult {
+  Value grad_input;
+  std::vector<std::vector<Tensor>> grad_params;
+  std::vector<std::vector<Tensor>> grad_extra_inputs;
+};
+
+using CtxList = at::ArrayRef<OperationContext*>;
+using ArgsList = at::ArrayRef<OpArgs>;
+using GradList = at::ArrayRef<std::vector<Tensor>>;
+
+class FusibleOperation : public torch::nn::Module {
+ public:
+  using torch::nn::Module::Module;
+
+  virtual bool is_fused_op() const = 0;
+  /// The basic operations it stands for, in order; a basic operation stands for itself.
+  virtual std::vector<BasicOpPtr> basic_ops() = 0;
+  /// The name in messages and plans.
+  virtual std::string label() const { return name(); }
+
+  virtual void pre_first_fuser_forward() {}
+  virtual void pre_fuser_forward(bool /*requires_grad*/) {}
+  virtual const Quantizer* get_input_quantizer() { return nullptr; }
+  virtual const Quantizer* get_grad_output_quantizer() { return nullptr; }
+
+  /// Split form, pure: changes nothing, keeps nothing, returns no alias of an argument as kept.
+  virtual FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args);
+  virtual void fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult& result,
+                                      ArgsList args);
+  /// Classic form. By default it is the two halves of the split form.
+  virtual FuserForwardResult fuser_forward(CtxList ctxs, const Value& input, ArgsList args);
+  virtual FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
+                                             GradList grad_extra_outputs);
+
+  /// Does this class compute with the host language, so that its shapes are unknown beforehand and
+  /// its steps run with the caller's dispatch state?
+  virtual bool is_guest() const { return false; }
+  /// Does it run a channel whose producer and consumer it both covers?
+  virtual bool handles_internal_channels() const { return false; }
+
+  /// The object that stands for this operation in a host language; not owned.
+  void* host = nullptr;
+
+  const torch::OrderedDict<std::string, Tensor>& own_parameters() const { return parameters_; }
+
+ protected:
+  /// Gives `to` copies of the parameters of `from`, for clone().
+  static void copy_parameters(const FusibleOperation& from, FusibleOperation& to,
+                              const std::optional<torch::Device>& device);
+};
+
+/// The smallest operation: parameters, options, a forward and a backward.
+class BasicOperation : public FusibleOperation {
+ public:
+  using FusibleOperation::FusibleOperation;
+
+  bool is_fused_op() const final { return false; }
+  std::vector<BasicOpPtr> basic_ops() override;
+  std::string label() const override { return label_.empty() ? name() : label_; }
+  void set_label(std::string label) { label_ = std::move(label); }
+
+  virtual size_t num_extra_inputs() const { return 0; }
+  virtual size_t num_extra_outputs() const { return 0; }
+  /// Does it overwrite this extra input?
+  virtual bool writes_extra_input(size_t /*index*/) const { return false; }
+
+  virtual OpForwardResult op_forward_compute(const Value& input, const OpArgs& args);
+  virtual void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+                                   const OpArgs& args);
+  virtual Value op_forward(OperationContext& ctx, const Value& input, const OpArgs& args);
+  virtual OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output);
+
+  FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override;
+  void fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult& result,
+                              ArgsList args) override;
+  FuserForwardResult fuser_forward(CtxList ctxs, const Value& input, ArgsList args) override;
+  FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
+                                     GradList grad_extra_outputs) override;
+
+  /// Checks the arguments and tells the shapes of the results without computing them. An operation
+  /// that cannot tell returns nothing; it then has to check for itself.
+  virtual std::optional<InferResult> infer(const InferArgs& /*args*/) const { return std::nullopt; }
+  /// Does it behave differently in training and in evaluation?
+  virtual bool uses_training() const { return false; }
+  virtual bool accepts_kwarg(const std::string& /*name*/) const { return false; }
+
+  // Options as data: names and values, for pictures, copies and language bindings.
+  virtual PlainState options_state() const { return {}; }
+  virtual void set_option(const std::string& name, const PlainValue& value);
+
+  /// Gives a fresh parameter its initial values.
+  virtual void initialize_parameter(const std::string& name, Tensor& parameter);
+
+  // Channels: an extra output joined by name to later extra inputs of the same fuser.
+  void set_extra_input_channel(size_t index, std::string channel);
+  void set_extra_output_channel(size_t index, std::string channel, bool output_to_caller = true);
+  const std::string& extra_input_channel(size_t index) const;
+  const std::string& extra_output_channel(size_t index) const;
+  bool extra_output_to_caller(size_t index) const;
+  bool has_channels() const { return !input_channels_.empty() || !output_channels_.empty(); }
+  /// Takes over name and channels of another operation, but not that they are fixed.
+  void copy_bindings(const BasicOperation& other) {
+    label_ = other.label_;
+    input_channels_ = other.input_channels_;
+    output_channels_ = other.output_channels_;
+  }
+  /// A fuser read the bindings; from here on they are fixed.
+  void lock_channels() { channels_locked_ = true; }
+
+  /// The module whose parameters it computes with: itself, or the composite that made it.
+  const FusibleOperation& parameter_owner() const { return owner_ ? *owner_ : *this; }
+  void set_parameter_owner(const FusibleOperation* owner) { owner_ = owner; }
+  virtual std::vector<std::string> parameter_names() const;
+  void collect_parameters(std::vector<Tensor>& out) const;
+
+ protected:
+  /// Registers a parameter of this shape, initialized.
+  Tensor& add_parameter(const std::string& name, at::IntArrayRef sizes,
+                        const at::TensorOptions& options);
+
+ private:
+  struct OutputChannel {
+    std::string name;
+    bool to_caller = true;
+  };
+  std::string label_;
+  const FusibleOperation* owner_ = nullptr;
+  std::vector<std::string> input_channels_;
+  std::vector<OutputChannel> output_channels_;
+  bool channels_locked_ = false;
+};
+
+/// Replaces one or more basic operations in forward, in backward or in both. Holds no parameters
+/// and no state.
+class FusedOperation : public FusibleOperation {
+ public:
+  FusedOperation(std::string name, const OpList& ops);
+
+  bool is_fused_op() const final { return true; }
+  std::vector<BasicOpPtr> basic_ops() override { return basic_ops_; }
+  void pre_first_fuser_forward() override;
+  void pre_fuser_forward(bool requires_grad) override;
+  const Quantizer* get_input_quantizer() override;
+  const Quantizer* get_grad_output_quantizer() override;
+
+ protected:
+  template <class Op>
+  Op& basic_op(size_t i) const {
+    return *basic_ops_[i]->as<Op>();
+  }
+  size_t num_basic_ops() const { return basic_ops_.size(); }
+
+ private:
+  std::vector<BasicOpPtr> basic_ops_;
+};
+
+/// Base of a concrete basic operation written in C++. It refuses, when compiled, a class with half
+/// of the split form or with both forms, and gives it `clone()`. `Self` has an `Options` type, a
+/// member `options` and a constructor from it. `Base` is what a family of operations has in common.
+template <class Self, class Base = BasicOperation>
+class Operation : public Base {
+ public:
+  template <class... Args>
+  explicit Operation(std::string name, Args&&... args)
+      : Base(std::move(name), std::forward<Args>(args)...) {
+    check_forms();
+  }
+
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override {
+    const Self& self = static_cast<const Self&>(*this);
+    auto copy = std::make_shared<Self>(self.options);
+    this->copy_parameters(*this, *copy, device);
+    copy->train(this->is_training());
+    return copy;
+  }
+
+ private:
+  static constexpr void check_forms() {
+    constexpr bool compute = !std::is_same_v<decltype(&Self::op_forward_compute),
+                                             decltype(&BasicOperation::op_forward_compute)>;
+    constexpr bool save = !std::is_same_v<decltype(&Self::op_forward_save_ctx),
+                                          decltype(&BasicOperation::op_forward_save_ctx)>;
+    constexpr bool classic =
+        !std::is_same_v<decltype(&Self::op_forward), decltype(&BasicOperation::op_forward)>;
+    constexpr bool fuser_compute =
+        !std::is_same_v<decltype(&Self::fuser_forward_compute),
+                        decltype(&BasicOperation::fuser_forward_compute)>;
+    constexpr bool fuser_save = !std::is_same_v<decltype(&Self::fuser_forward_save_ctx),
+                                                decltype(&BasicOperation::fuser_forward_save_ctx)>;
+    constexpr bool fuser_classic =
+        !std::is_same_v<decltype(&Self::fuser_forward), decltype(&BasicOperation::fuser_forward)>;
+    static_assert(compute == save,
+                  "an operation in the split form defines op_forward_compute and "
+                  "op_forward_save_ctx, not one of them");
+    static_assert(fuser_compute == fuser_save,
+                  "an operation in the split form defines fuser_forward_compute and "
+                  "fuser_forward_save_ctx, not one of them");
+    static_assert(
+        !(compute && classic) && !(fuser_compute && fuser_classic),
+        "an operation defines its forward in the split form or in the classic form, not in "
+        "both");
+    static_assert(compute || classic || fuser_compute || fuser_classic,
+                  "an operation defines a forward: op_forward_compute and op_forward_save_ctx, or "
+                  "op_forward");
+  }
+};
+
+/// Names of operations, for messages: "LayerNorm, BasicLinear, Bias".
+std::string describe(const OpList& ops);
+std::string describe(const std::vector<BasicOpPtr>& ops);
+
+// Operations by name, so that a binding can make them from plain options.
+using OpFactory = std::function<BasicOpPtr(const PlainState& options)>;
+bool register_operation(std::string name, OpFactory factory);
+BasicOpPtr make_operation(const std::string& name, const PlainState& options);
+std::vector<std::string> operation_names();
+
+}  // namespace ligature

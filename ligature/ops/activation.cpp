@@ -1,0 +1,120 @@
+#include "ligature/ops/activation.h"
+
+#include <cmath>
+
+#include "ligature/ops/prepare.h"
+
+namespace ligature {
+
+LIGATURE_REGISTER_OPERATION(GELU);
+LIGATURE_REGISTER_OPERATION(GLU);
+LIGATURE_REGISTER_OPERATION(GEGLU);
+LIGATURE_REGISTER_OPERATION(QGELU);
+LIGATURE_REGISTER_OPERATION(QGEGLU);
+LIGATURE_REGISTER_OPERATION(ReLU);
+LIGATURE_REGISTER_OPERATION(ReGLU);
+LIGATURE_REGISTER_OPERATION(SReLU);
+LIGATURE_REGISTER_OPERATION(SReGLU);
+LIGATURE_REGISTER_OPERATION(SiLU);
+LIGATURE_REGISTER_OPERATION(SwiGLU);
+LIGATURE_REGISTER_OPERATION(ClampedSwiGLU);
+LIGATURE_REGISTER_OPERATION(SiTUGLU);
+
+void SwiGLUOptions::check(const char* op) const {
+  LIGATURE_CHECK(!glu_interleave_size || *glu_interleave_size > 0, "[", op,
+                 "] glu_interleave_size must be positive, got ", glu_interleave_size.value_or(0));
+}
+
+void SwiGLUOptions::fill(kernels::ActivationSpec& spec) const {
+  spec.glu_interleave_size = glu_interleave_size.value_or(0);
+}
+
+void ClampedSwiGLUOptions::check(const char* op) const {
+  SwiGLUOptions::check(op);
+  LIGATURE_CHECK(limit > 0, "[", op, "] limit must be positive, got ", limit);
+  LIGATURE_CHECK(std::isfinite(alpha), "[", op, "] alpha must be finite, got ", alpha);
+  LIGATURE_CHECK(std::isfinite(glu_linear_offset), "[", op,
+                 "] glu_linear_offset must be finite, got ", glu_linear_offset);
+}
+
+void ClampedSwiGLUOptions::fill(kernels::ActivationSpec& spec) const {
+  SwiGLUOptions::fill(spec);
+  spec.limit = limit;
+  spec.alpha = alpha;
+  spec.glu_linear_offset = glu_linear_offset;
+}
+
+void SiTUGLUOptions::check(const char* op) const {
+  SwiGLUOptions::check(op);
+  LIGATURE_CHECK(beta1 > 0, "[", op, "] beta1 must be positive, got ", beta1);
+  LIGATURE_CHECK(beta2 > 0, "[", op, "] beta2 must be positive, got ", beta2);
+}
+
+void SiTUGLUOptions::fill(kernels::ActivationSpec& spec) const {
+  SwiGLUOptions::fill(spec);
+  spec.beta1 = beta1;
+  spec.beta2 = beta2;
+}
+
+ValueMeta infer_activation(const std::string& label, const kernels::ActivationSpec& spec,
+                           const InferArgs& args) {
+  check_floating(label, args.input);
+  ValueMeta output = args.input;
+  const auto& sizes = args.input.sizes;
+  LIGATURE_CHECK(!sizes.empty(), "[", label, "] input must have at least one dimension, got []");
+  output.dtype = args.autocast_dtype.value_or(args.input.dtype);
+  if (!kernels::is_gated(spec.kind)) return output;
+  const int64_t n = spec.glu_interleave_size;
+  LIGATURE_CHECK(sizes.back() % 2 == 0, "[", label, "] input's last dimension must be even, got ",
+                 sizes_string(sizes));
+  LIGATURE_CHECK(n == 0 || sizes.back() % (2 * n) == 0, "[", label,
+                 "] input's last dimension must be divisible by 2*glu_interleave_size=", 2 * n,
+                 ", got ", sizes_string(sizes));
+  output.sizes.back() /= 2;
+  return output;
+}
+
+void print_options(std::ostream& stream, const BasicOperation& op) {
+  stream << "ligature::" << op.name() << "(";
+  bool first = true;
+  for (const auto& [name, value] : op.options_state()) {
+    stream << (first ? "" : ", ") << name << "=" << to_string(value);
+    first = false;
+  }
+  stream << ")";
+}
+
+void ActivationOperation::pretty_print(std::ostream& stream) const { print_options(stream, *this); }
+
+std::optional<InferResult> ActivationOperation::infer(const InferArgs& args) const {
+  return InferResult{infer_activation(label(), spec(), args), {}};
+}
+
+OpForwardResult ActivationOperation::op_forward_compute(const Value& input, const OpArgs& args) {
+  const Tensor x = prepare(input, compute_dtype(input, args));
+  return {kernels::activation_forward(x, spec()), {}};
+}
+
+void ActivationOperation::op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept&,
+                                              const OpArgs& args) {
+  ctx.save_for_backward({input});
+  if (args.autocast_dtype) ctx.state.set("dtype", *args.autocast_dtype);
+}
+
+kernels::ActivationBackward ActivationOperation::backward(const OperationContext& ctx,
+                                                          const Value& grad_output,
+                                                          bool need_dbias) const {
+  const Value& input = ctx.saved_value(0);
+  const at::ScalarType dtype = ctx.state.get_or("dtype", input.dtype());
+  auto grads = kernels::activation_backward(prepare(grad_output, dtype), prepare(input, dtype),
+                                            spec(), {}, false, need_dbias);
+  grads.dx = cast(grads.dx, input.dtype());
+  return grads;
+}
+
+OpBackwardResult ActivationOperation::op_backward(OperationContext& ctx, const Value& grad_output) {
+  if (!ctx.requires_grad.input) return {};
+  return {backward(ctx, grad_output).dx, {}};
+}
+
+}  // namespace ligature

@@ -1,0 +1,57 @@
+// y = extra + x: where a branch joins.
+#pragma once
+
+#include "ligature/operation.h"
+#include "ligature/options.h"
+
+namespace ligature {
+
+struct AddExtraInputOptions {
+  AddExtraInputOptions() = default;
+  explicit AddExtraInputOptions(bool in_place_) : in_place(in_place_) {}
+
+  bool in_place = false;  ///< add into the memory of the extra input, which becomes the output
+
+  template <class F>
+  void fields(F&& f) {
+    f("in_place", in_place);
+  }
+};
+
+/// Example:
+/// ```
+/// AddExtraInput residual;
+/// OperationFuser fuser({linear.ptr(), residual.ptr()});
+/// Tensor y = fuser(x, {skip})[0];
+/// ```
+class AddExtraInputImpl : public Operation<AddExtraInputImpl> {
+ public:
+  using Options = AddExtraInputOptions;
+  explicit AddExtraInputImpl(Options given = {}) : Operation("AddExtraInput"), options(given) {}
+
+  size_t num_extra_inputs() const override { return 1; }
+  bool writes_extra_input(size_t) const override { return options.in_place; }
+  FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override;
+  void fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult& result,
+                              ArgsList args) override;
+  FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
+                                     GradList grad_extra_outputs) override;
+  std::optional<InferResult> infer(const InferArgs& args) const override;
+  void pretty_print(std::ostream& stream) const override;
+
+  // The pieces, for fusions that cover the addition. Whoever writes into the extra input calls
+  // check_in_place before and mark_changed after.
+  Tensor forward(const Tensor& x, const Tensor& extra, const OpArgs& args) const;
+  void check_in_place(const Tensor& extra, const OpArgs& args) const;
+  static void mark_changed(const Tensor& t);
+  static void save_dtypes(OperationContext& ctx, at::ScalarType input, at::ScalarType extra);
+  /// The gradients of the input and of the extra input, where needed.
+  static std::pair<Tensor, Tensor> backward(const OperationContext& ctx, const Value& grad_output);
+
+  Options options;
+  static void check_options(const Options&) {}
+  LIGATURE_OPTIONS_AS_DATA
+};
+TORCH_MODULE(AddExtraInput);
+
+}  // namespace ligature

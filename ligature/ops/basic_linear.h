@@ -1,0 +1,110 @@
+// y = x W^T: the GEMM of a linear layer, without its bias.
+#pragma once
+
+#include <functional>
+
+#include "ligature/operation.h"
+#include "ligature/options.h"
+
+namespace ligature {
+
+/// A weight gradient that is added to a buffer of the user's instead of being returned.
+struct MainGrad {
+  Tensor buffer;
+  bool overwrite = false;
+  bool return_placeholder = false;  ///< autograd still wants a gradient, of any value
+};
+
+struct LinearFwdArgs {
+  Tensor x;  ///< contiguous, in the compute dtype
+  Tensor w;
+  Tensor bias;                ///< optional
+  Tensor add;                 ///< optional: added to the result ...
+  bool add_in_place = false;  ///< ... and overwritten by it
+  double alpha = 1.0;         ///< factor of x W^T
+};
+
+struct LinearBwdArgs {
+  Tensor x;  ///< as saved; undefined when the weight needs no gradient
+  Tensor w;  ///< as saved; undefined when the input needs none
+  Tensor dy;
+  Tensor add;  ///< optional: added to the input's gradient
+  double alpha = 1.0;
+  bool input_requires_grad = false;
+  bool weight_requires_grad = false;
+  at::ScalarType input_dtype = at::kFloat;
+  at::ScalarType weight_dtype = at::kFloat;
+  at::ScalarType compute_dtype = at::kFloat;
+};
+
+struct LinearGrads {
+  Tensor dx;
+  Tensor dw;
+};
+
+struct BasicLinearOptions : ParameterOptions {
+  BasicLinearOptions() = default;
+  BasicLinearOptions(int64_t in_features_, int64_t out_features_)
+      : in_features(in_features_), out_features(out_features_) {}
+
+  int64_t in_features = 0;
+  int64_t out_features = 0;
+  bool accumulate_into_main_grad = false;
+
+  template <class F>
+  void fields(F&& f) {
+    f("in_features", in_features);
+    f("out_features", out_features);
+    f("accumulate_into_main_grad", accumulate_into_main_grad);
+  }
+};
+
+class BasicLinearImpl : public Operation<BasicLinearImpl> {
+ public:
+  using Options = BasicLinearOptions;
+  explicit BasicLinearImpl(Options options);
+  BasicLinearImpl(int64_t in_features, int64_t out_features)
+      : BasicLinearImpl(Options(in_features, out_features)) {}
+
+  OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+                           const OpArgs& args) override;
+  OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
+  std::optional<InferResult> infer(const InferArgs& args) const override;
+  void initialize_parameter(const std::string& name, Tensor& parameter) override;
+  void pretty_print(std::ostream& stream) const override;
+
+  // The pieces, for fusions that cover a linear.
+  at::ScalarType compute_dtype(const OpArgs& args) const;
+  LinearFwdArgs forward_args(const Value& input, const OpArgs& args) const;
+  static Tensor forward(const LinearFwdArgs& args);
+  /// Saves `x` for the weight's gradient; an undefined one is to be made again in backward.
+  void save_ctx(OperationContext& ctx, const Value& x, at::ScalarType input_dtype,
+                const OpArgs& args) const;
+  LinearBwdArgs backward_args(const OperationContext& ctx, const Value& grad_output) const;
+  /// With the operands given instead of saved; either is used only where it is needed.
+  LinearBwdArgs backward_args(const OperationContext& ctx, const Value& grad_output, const Value& x,
+                              const Value& w) const;
+  LinearGrads backward(const LinearBwdArgs& args, const OperationContext& ctx);
+
+  /// Where weight gradients go with `accumulate_into_main_grad`.
+  void set_main_grad(Tensor buffer, bool overwrite = false) {
+    main_grad_ = {buffer, overwrite, false};
+  }
+
+  const Tensor& weight() const { return parameter_owner().own_parameters()["weight"]; }
+
+  Options options;
+  static void check_options(const Options& options);
+  LIGATURE_OPTIONS_AS_DATA
+
+ private:
+  MainGrad main_grad_;
+};
+TORCH_MODULE(BasicLinear);
+
+/// How a host language finds the buffer that belongs to a parameter of its own.
+using MainGradLookup = std::function<MainGrad(const BasicOperation&, const Tensor& parameter)>;
+void set_main_grad_lookup(MainGradLookup lookup);
+
+}  // namespace ligature

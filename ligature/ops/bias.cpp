@@ -1,0 +1,63 @@
+#include "ligature/ops/bias.h"
+
+#include "ligature/kernels/bias.h"
+#include "ligature/ops/prepare.h"
+
+namespace ligature {
+
+LIGATURE_REGISTER_OPERATION(Bias);
+
+void BiasImpl::check_options(const Options& options) {
+  LIGATURE_CHECK(options.size > 0, "[Bias] size must be positive, got ", options.size);
+}
+
+BiasImpl::BiasImpl(Options options_) : Operation("Bias"), options(std::move(options_)) {
+  check_options(options);
+  add_parameter("bias", {options.size}, options.tensor_options());
+}
+
+void BiasImpl::initialize_parameter(const std::string&, Tensor& parameter) { parameter.zero_(); }
+
+void BiasImpl::pretty_print(std::ostream& stream) const {
+  stream << "ligature::Bias(size=" << options.size << ")";
+}
+
+std::optional<InferResult> BiasImpl::infer(const InferArgs& args) const {
+  check_floating(label(), args.input);
+  const auto& sizes = args.input.sizes;
+  LIGATURE_CHECK(!sizes.empty() && sizes.back() == options.size, "[", label(),
+                 "] input's last dimension must be size=", options.size, ", got ",
+                 sizes_string(sizes));
+  const Tensor& b = args.params[0];
+  LIGATURE_CHECK(b.dim() == 1 && b.size(0) == options.size, "[", label(), "] bias must be [",
+                 options.size, "], got ", sizes_string(b.sizes()));
+  check_same_device(label(), args.input, "bias", b);
+  return InferResult{args.input, {}};
+}
+
+OpForwardResult BiasImpl::op_forward_compute(const Value& input, const OpArgs& args) {
+  const Tensor x = prepare(input);
+  return {kernels::bias_forward(x, prepare(args.params[0], x.scalar_type())), {}};
+}
+
+void BiasImpl::save_dtypes(OperationContext& ctx, const OpArgs& args) {
+  ctx.state.set("bias_dtype", args.params[0].scalar_type());
+}
+
+Tensor BiasImpl::cast_grad(const OperationContext& ctx, const Tensor& db) const {
+  return cast(db, ctx.state.get_or("bias_dtype", db.scalar_type()));
+}
+
+void BiasImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, Kept&, const OpArgs& args) {
+  save_dtypes(ctx, args);
+}
+
+OpBackwardResult BiasImpl::op_backward(OperationContext& ctx, const Value& grad_output) {
+  Tensor db;
+  if (ctx.requires_grad.param(0)) {
+    db = cast_grad(ctx, kernels::bias_backward(prepare(grad_output), options.size));
+  }
+  return {grad_output, {db}};
+}
+
+}  // namespace ligature

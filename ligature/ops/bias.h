@@ -1,0 +1,45 @@
+// y = x + b over the last dimension.
+#pragma once
+
+#include "ligature/operation.h"
+#include "ligature/options.h"
+
+namespace ligature {
+
+struct BiasOptions : ParameterOptions {
+  BiasOptions() = default;
+  explicit BiasOptions(int64_t size_) : size(size_) {}
+
+  int64_t size = 0;
+
+  template <class F>
+  void fields(F&& f) {
+    f("size", size);
+  }
+};
+
+class BiasImpl : public Operation<BiasImpl> {
+ public:
+  using Options = BiasOptions;
+  explicit BiasImpl(Options options);
+  explicit BiasImpl(int64_t size) : BiasImpl(Options(size)) {}
+
+  OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+                           const OpArgs& args) override;
+  OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
+  std::optional<InferResult> infer(const InferArgs& args) const override;
+  void initialize_parameter(const std::string& name, Tensor& parameter) override;
+  void pretty_print(std::ostream& stream) const override;
+
+  /// The dtype of its gradient, kept for fusions that compute it elsewhere.
+  static void save_dtypes(OperationContext& ctx, const OpArgs& args);
+  Tensor cast_grad(const OperationContext& ctx, const Tensor& db) const;
+
+  Options options;
+  static void check_options(const Options& options);
+  LIGATURE_OPTIONS_AS_DATA
+};
+TORCH_MODULE(Bias);
+
+}  // namespace ligature

@@ -1,0 +1,39 @@
+#include "ligature/ops/constant_scale.h"
+
+#include <ATen/ops/mul.h>
+
+#include "ligature/ops/prepare.h"
+
+namespace ligature {
+
+LIGATURE_REGISTER_OPERATION(ConstantScale);
+
+ConstantScaleImpl::ConstantScaleImpl(Options options_)
+    : Operation("ConstantScale"), options(options_) {
+  check_options(options);
+}
+
+void ConstantScaleImpl::pretty_print(std::ostream& stream) const {
+  stream << "ligature::ConstantScale(" << options.scale << ")";
+}
+
+std::optional<InferResult> ConstantScaleImpl::infer(const InferArgs& args) const {
+  check_floating(label(), args.input);
+  return InferResult{args.input, {}};
+}
+
+OpForwardResult ConstantScaleImpl::op_forward_compute(const Value& input, const OpArgs&) {
+  return {at::mul(input.dequantized(), options.scale), {}};
+}
+
+void ConstantScaleImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, Kept&,
+                                            const OpArgs&) {
+  ctx.state.set("scale", options.scale);
+}
+
+OpBackwardResult ConstantScaleImpl::op_backward(OperationContext& ctx, const Value& grad_output) {
+  if (!ctx.requires_grad.input) return {};
+  return {at::mul(grad_output.dequantized(), scale(ctx)), {}};
+}
+
+}  // namespace ligature

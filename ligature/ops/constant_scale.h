@@ -1,0 +1,49 @@
+// y = scale * x.
+#pragma once
+
+#include "ligature/operation.h"
+#include "ligature/options.h"
+
+namespace ligature {
+
+struct ConstantScaleOptions {
+  ConstantScaleOptions() = default;
+  explicit ConstantScaleOptions(double scale_) : scale(scale_) {}
+
+  double scale = 1.0;
+
+  template <class F>
+  void fields(F&& f) {
+    f("scale", scale);
+  }
+};
+
+/// Example:
+/// ```
+/// ConstantScale half(0.5);
+/// ```
+class ConstantScaleImpl : public Operation<ConstantScaleImpl> {
+ public:
+  using Options = ConstantScaleOptions;
+  explicit ConstantScaleImpl(Options options);
+  explicit ConstantScaleImpl(double scale) : ConstantScaleImpl(Options(scale)) {}
+
+  OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+                           const OpArgs& args) override;
+  OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
+  std::optional<InferResult> infer(const InferArgs& args) const override;
+  void pretty_print(std::ostream& stream) const override;
+
+  /// The factor that forward used.
+  double scale(const OperationContext& ctx) const {
+    return ctx.state.get_or("scale", options.scale);
+  }
+
+  Options options;
+  static void check_options(const Options&) {}
+  LIGATURE_OPTIONS_AS_DATA
+};
+TORCH_MODULE(ConstantScale);
+
+}  // namespace ligature

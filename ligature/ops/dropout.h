@@ -1,0 +1,45 @@
+// Zeroes values with probability p and divides the rest by 1 - p; in eval mode it does nothing.
+#pragma once
+
+#include "ligature/operation.h"
+#include "ligature/options.h"
+
+namespace ligature {
+
+struct DropoutOptions {
+  DropoutOptions() = default;
+  explicit DropoutOptions(double p_) : p(p_) {}
+
+  double p = 0.5;
+
+  template <class F>
+  void fields(F&& f) {
+    f("p", p);
+  }
+};
+
+/// Example:
+/// ```
+/// Dropout dropout(0.1);
+/// ```
+class DropoutImpl : public Operation<DropoutImpl> {
+ public:
+  using Options = DropoutOptions;
+  explicit DropoutImpl(Options options);
+  explicit DropoutImpl(double p) : DropoutImpl(Options(p)) {}
+
+  bool uses_training() const override { return true; }
+  OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+                           const OpArgs& args) override;
+  OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
+  std::optional<InferResult> infer(const InferArgs& args) const override;
+  void pretty_print(std::ostream& stream) const override;
+
+  Options options;
+  static void check_options(const Options& options);
+  LIGATURE_OPTIONS_AS_DATA
+};
+TORCH_MODULE(Dropout);
+
+}  // namespace ligature

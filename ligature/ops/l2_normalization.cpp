@@ -1,0 +1,53 @@
+#include "ligature/ops/l2_normalization.h"
+
+#include <cmath>
+
+#include "ligature/kernels/norm.h"
+#include "ligature/ops/prepare.h"
+
+namespace ligature {
+
+LIGATURE_REGISTER_OPERATION(L2Normalization);
+
+void L2NormalizationImpl::check_options(const Options& options) {
+  LIGATURE_CHECK(options.eps >= 0 && std::isfinite(options.eps),
+                 "[L2Normalization] eps must be zero or more, got ", options.eps);
+}
+
+L2NormalizationImpl::L2NormalizationImpl(Options options_)
+    : Operation("L2Normalization"), options(options_) {
+  check_options(options);
+}
+
+void L2NormalizationImpl::pretty_print(std::ostream& stream) const {
+  stream << "ligature::L2Normalization(eps=" << options.eps << ")";
+}
+
+std::optional<InferResult> L2NormalizationImpl::infer(const InferArgs& args) const {
+  check_floating(label(), args.input);
+  LIGATURE_CHECK(!args.input.sizes.empty(), "[", label(),
+                 "] input must have at least one dimension, got []");
+  return InferResult{args.input, {}};
+}
+
+OpForwardResult L2NormalizationImpl::op_forward_compute(const Value& input, const OpArgs&) {
+  kernels::L2Forward result = kernels::l2_normalization_forward(prepare(input), options.eps);
+  OpForwardResult out;
+  out.output = std::move(result.y);
+  out.kept.tensors.emplace_back(std::move(result.rstd));
+  return out;
+}
+
+void L2NormalizationImpl::op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+                                              const OpArgs&) {
+  ctx.save_for_backward({input, kept.tensors[0]});
+}
+
+OpBackwardResult L2NormalizationImpl::op_backward(OperationContext& ctx, const Value& grad_output) {
+  if (!ctx.requires_grad.input) return {};
+  const Tensor x = prepare(ctx.saved_value(0));
+  const Tensor dy = prepare(grad_output, x.scalar_type());
+  return {kernels::l2_normalization_backward(dy, x, ctx.saved_tensor(1)), {}};
+}
+
+}  // namespace ligature

@@ -1,0 +1,44 @@
+// y = x / sqrt(sum(x^2) + eps) over the last dimension; no parameters.
+#pragma once
+
+#include "ligature/operation.h"
+#include "ligature/options.h"
+
+namespace ligature {
+
+struct L2NormalizationOptions {
+  double eps = 1e-6;
+  std::optional<int64_t> seq_length;        ///< accepted for compatibility
+  std::optional<int64_t> micro_batch_size;  ///< likewise
+
+  template <class F>
+  void fields(F&& f) {
+    f("eps", eps);
+    f("seq_length", seq_length);
+    f("micro_batch_size", micro_batch_size);
+  }
+};
+
+/// Example:
+/// ```
+/// L2Normalization query_norm;
+/// ```
+class L2NormalizationImpl : public Operation<L2NormalizationImpl> {
+ public:
+  using Options = L2NormalizationOptions;
+  explicit L2NormalizationImpl(Options options = {});
+
+  OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+                           const OpArgs& args) override;
+  OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
+  std::optional<InferResult> infer(const InferArgs& args) const override;
+  void pretty_print(std::ostream& stream) const override;
+
+  Options options;
+  static void check_options(const Options& options);
+  LIGATURE_OPTIONS_AS_DATA
+};
+TORCH_MODULE(L2Normalization);
+
+}  // namespace ligature

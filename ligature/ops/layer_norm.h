@@ -1,0 +1,28 @@
+// y = (x - mean) / sqrt(var + eps) * weight + bias over the trailing dimensions.
+#pragma once
+
+#include "ligature/ops/norm.h"
+
+namespace ligature {
+
+using LayerNormOptions = NormOptions;
+
+/// Example:
+/// ```
+/// LayerNorm norm(LayerNormOptions({256}));
+/// ```
+class LayerNormImpl : public Operation<LayerNormImpl, NormOperation> {
+ public:
+  explicit LayerNormImpl(Options given) : Operation("LayerNorm", std::move(given), true) {}
+
+  kernels::NormForward forward(const Tensor& x, at::ArrayRef<Tensor> params,
+                               at::ScalarType out_dtype) const override;
+  Tensor apply(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& w,
+               const Tensor& b, at::ScalarType out_dtype) const override;
+
+ protected:
+  kernels::NormBackward backward_kernel(const NormBwdArgs& args) const override;
+};
+TORCH_MODULE(LayerNorm);
+
+}  // namespace ligature

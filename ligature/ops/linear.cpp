@@ -1,0 +1,60 @@
+#include "ligature/ops/linear.h"
+
+#include <ATen/ops/empty.h>
+
+#include <cmath>
+
+namespace ligature {
+namespace {
+
+OpList make_basic_ops(const LinearOptions& options) {
+  BasicLinearOptions linear(options.in_features, options.out_features);
+  linear.accumulate_into_main_grad = options.accumulate_into_main_grad;
+  linear.device = at::kMeta;
+  linear.dtype = options.dtype;
+  OpList ops{std::make_shared<BasicLinearImpl>(linear)};
+  if (options.bias) {
+    BiasOptions bias(options.out_features);
+    bias.device = at::kMeta;
+    bias.dtype = options.dtype;
+    ops.push_back(std::make_shared<BiasImpl>(bias));
+  }
+  return ops;
+}
+
+}  // namespace
+
+LinearImpl::LinearImpl(Options options_)
+    : FusedOperation("Linear", make_basic_ops(options_)), options(std::move(options_)) {
+  for (const auto& op : basic_ops()) {
+    op->set_parameter_owner(this);
+    op->set_label("Linear");
+  }
+  torch::NoGradGuard no_grad;
+  const at::TensorOptions like = options.tensor_options();
+  Tensor w = at::empty({options.out_features, options.in_features}, like);
+  if (!w.is_meta()) basic_linear().initialize_parameter("weight", w);
+  register_parameter("weight", w);
+  if (!options.bias) return;
+  // As torch.nn.Linear; a Bias on its own begins at zero.
+  const double bound = 1.0 / std::sqrt(static_cast<double>(options.in_features));
+  Tensor b = at::empty({options.out_features}, like);
+  if (!b.is_meta()) b.uniform_(-bound, bound);
+  register_parameter("bias", b);
+}
+
+std::shared_ptr<torch::nn::Module> LinearImpl::clone(
+    const std::optional<torch::Device>& device) const {
+  auto copy = std::make_shared<LinearImpl>(options);
+  copy_parameters(*this, *copy, device);
+  copy->train(is_training());
+  return copy;
+}
+
+void LinearImpl::pretty_print(std::ostream& stream) const {
+  stream << "ligature::Linear(in_features=" << options.in_features
+         << ", out_features=" << options.out_features << ", bias=" << std::boolalpha << options.bias
+         << ")";
+}
+
+}  // namespace ligature

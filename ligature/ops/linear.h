@@ -1,0 +1,54 @@
+// y = x W^T + b as one module with the names of torch.nn.Linear. It only holds parameters: whatever
+// runs sees its basic operations, so every fusion of BasicLinear and Bias is one of Linear.
+#pragma once
+
+#include "ligature/ops/basic_linear.h"
+#include "ligature/ops/bias.h"
+
+namespace ligature {
+
+struct LinearOptions : ParameterOptions {
+  LinearOptions() = default;
+  LinearOptions(int64_t in_features_, int64_t out_features_, bool bias_ = true)
+      : in_features(in_features_), out_features(out_features_), bias(bias_) {}
+
+  int64_t in_features = 0;
+  int64_t out_features = 0;
+  bool bias = true;
+  bool accumulate_into_main_grad = false;
+
+  template <class F>
+  void fields(F&& f) {
+    f("in_features", in_features);
+    f("out_features", out_features);
+    f("bias", bias);
+    f("accumulate_into_main_grad", accumulate_into_main_grad);
+  }
+};
+
+/// Example:
+/// ```
+/// Linear fc(LinearOptions(1024, 4096, /*bias=*/false));
+/// OperationFuser fuser({fc.ptr(), GELU().ptr()});
+/// ```
+class LinearImpl : public FusedOperation {
+ public:
+  using Options = LinearOptions;
+  explicit LinearImpl(Options options);
+  LinearImpl(int64_t in_features, int64_t out_features)
+      : LinearImpl(Options(in_features, out_features)) {}
+
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override;
+  void pretty_print(std::ostream& stream) const override;
+
+  BasicLinearImpl& basic_linear() const { return basic_op<BasicLinearImpl>(0); }
+  const Tensor& weight() const { return parameters_["weight"]; }
+  /// Undefined without a bias.
+  Tensor bias() const { return options.bias ? parameters_["bias"] : Tensor(); }
+
+  Options options;
+};
+TORCH_MODULE(Linear);
+
+}  // namespace ligature

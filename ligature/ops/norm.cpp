@@ -1,0 +1,133 @@
+#include "ligature/ops/norm.h"
+
+#include <cmath>
+
+#include "ligature/kernels/bias.h"
+#include "ligature/ops/prepare.h"
+
+namespace ligature {
+
+void NormOperation::check_options(const Options& options) {
+  bool positive = !options.normalized_shape.empty();
+  for (int64_t size : options.normalized_shape) positive = positive && size > 0;
+  LIGATURE_CHECK(positive, "a norm's normalized_shape must be one or more positive sizes, got ",
+                 sizes_string(options.normalized_shape));
+  LIGATURE_CHECK(options.eps >= 0 && std::isfinite(options.eps),
+                 "a norm's eps must be zero or more, got ", options.eps);
+  LIGATURE_CHECK(options.sm_margin >= 0, "a norm's sm_margin must be zero or more, got ",
+                 options.sm_margin);
+}
+
+NormOperation::NormOperation(std::string name, Options options_, bool has_bias)
+    : BasicOperation(std::move(name)), options(std::move(options_)), has_bias_(has_bias) {
+  check_options(options);
+  add_parameter("weight", options.normalized_shape, options.tensor_options());
+  if (has_bias_) add_parameter("bias", options.normalized_shape, options.tensor_options());
+}
+
+void NormOperation::initialize_parameter(const std::string& name, Tensor& parameter) {
+  parameter.fill_(name == "weight" && !options.zero_centered_gamma ? 1.0 : 0.0);
+}
+
+void NormOperation::pretty_print(std::ostream& stream) const {
+  stream << "ligature::" << name() << "(" << sizes_string(options.normalized_shape)
+         << ", eps=" << options.eps;
+  if (options.zero_centered_gamma) stream << ", zero_centered_gamma=true";
+  stream << ")";
+}
+
+std::optional<InferResult> NormOperation::infer(const InferArgs& args) const {
+  check_floating(label(), args.input);
+  const at::IntArrayRef wanted = options.normalized_shape;
+  const at::IntArrayRef sizes = args.input.sizes;
+  LIGATURE_CHECK(
+      sizes.size() >= wanted.size() && sizes.slice(sizes.size() - wanted.size()) == wanted, "[",
+      label(), "] input's trailing dimensions must be normalized_shape=", sizes_string(wanted),
+      ", got ", sizes_string(sizes));
+  for (size_t i = 0; i < args.params.size(); ++i) {
+    const char* what = i == 0 ? "weight" : "bias";
+    LIGATURE_CHECK(args.params[i].sizes() == wanted, "[", label(), "] ", what, " must be ",
+                   sizes_string(wanted), ", got ", sizes_string(args.params[i].sizes()));
+    check_same_device(label(), args.input, what, args.params[i]);
+  }
+  InferResult result{args.input, {}};
+  result.output.dtype = args.autocast_dtype.value_or(args.input.dtype);
+  return result;
+}
+
+OpForwardResult NormOperation::op_forward_compute(const Value& input, const OpArgs& args) {
+  kernels::NormForward result = forward(prepare(input), args.params, output_dtype(input, args));
+  OpForwardResult out;
+  out.output = std::move(result.y);
+  if (result.mean.defined()) out.kept.tensors.emplace_back(std::move(result.mean));
+  out.kept.tensors.emplace_back(std::move(result.rstd));
+  return out;
+}
+
+void NormOperation::save_dtypes(OperationContext& ctx, const OpArgs& args) {
+  if (args.params.size() > 1) ctx.state.set("bias_dtype", args.params[1].scalar_type());
+}
+
+// Saves the input, the statistics and the weight; only the last when it is all that backward needs.
+void NormOperation::op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+                                        const OpArgs& args) {
+  const bool statistics = args.requires_grad.input || args.requires_grad.param(0);
+  std::vector<Value> saved;
+  saved.reserve(4);
+  saved.push_back(statistics ? input : Value());
+  for (Value& kept_value : kept.tensors) {
+    saved.push_back(statistics ? std::move(kept_value) : Value());
+  }
+  saved.emplace_back(args.params[0]);
+  ctx.save_for_backward(std::move(saved));
+  save_dtypes(ctx, args);
+}
+
+NormBwdArgs NormOperation::backward_args(const OperationContext& ctx, const Value& grad_output) {
+  const size_t n = ctx.num_saved();
+  return backward_args(ctx, grad_output, ctx.saved_value(0), n > 3 ? ctx.saved_tensor(1) : Tensor(),
+                       ctx.saved_tensor(n - 2), ctx.saved_tensor(n - 1));
+}
+
+NormBwdArgs NormOperation::backward_args(const OperationContext& ctx, const Value& grad_output,
+                                         const Value& x, const Tensor& mean, const Tensor& rstd,
+                                         const Tensor& w) {
+  NormBwdArgs out;
+  out.input_requires_grad = ctx.requires_grad.input;
+  out.weight_requires_grad = ctx.requires_grad.param(0);
+  out.bias_requires_grad = ctx.requires_grad.param(1);
+  if (x.defined()) {
+    out.x = prepare(x);
+    out.mean = mean;
+    out.rstd = rstd;
+  }
+  out.w = contiguous(w);
+  out.dy = x.defined() ? prepare(grad_output, out.x.scalar_type()) : prepare(grad_output);
+  return out;
+}
+
+OpBackwardResult NormOperation::backward(const NormBwdArgs& args,
+                                         const OperationContext& ctx) const {
+  kernels::NormBackward grads;
+  if (args.input_requires_grad || args.weight_requires_grad) {
+    NormBwdArgs prepared = args;
+    if (args.add.defined()) prepared.add = prepare(args.add, args.x.scalar_type());
+    grads = backward_kernel(prepared);
+  } else if (args.bias_requires_grad) {
+    const int64_t n = args.w.numel();
+    grads.db = kernels::bias_backward(args.dy.view({-1, n}), n).view(args.w.sizes());
+  }
+  OpBackwardResult out{std::move(grads.dx), {std::move(grads.dw)}};
+  if (has_bias_) {
+    Tensor& db = grads.db;
+    if (db.defined()) db = cast(db, ctx.state.get_or("bias_dtype", db.scalar_type()));
+    out.grad_params.push_back(std::move(db));
+  }
+  return out;
+}
+
+OpBackwardResult NormOperation::op_backward(OperationContext& ctx, const Value& grad_output) {
+  return backward(backward_args(ctx, grad_output), ctx);
+}
+
+}  // namespace ligature

@@ -1,0 +1,61 @@
+#include "ligature/ops/scaled_activation.h"
+
+#include "ligature/ops/prepare.h"
+
+namespace ligature {
+
+LIGATURE_REGISTER_OPERATION(ScaledSwiGLU);
+LIGATURE_REGISTER_OPERATION(ScaledSiTUGLU);
+LIGATURE_REGISTER_OPERATION(ScaledClampedQGeGLU);
+LIGATURE_REGISTER_OPERATION(ScaledSReLU);
+
+void ScaledActivationOperation::pretty_print(std::ostream& stream) const {
+  print_options(stream, *this);
+}
+
+std::optional<InferResult> ScaledActivationOperation::infer(const InferArgs& args) const {
+  InferResult result{infer_activation(label(), spec(), args), {}};
+  if (!args.extra_inputs[0]) return result;
+  const ValueMeta& scales = *args.extra_inputs[0];
+  const at::IntArrayRef sizes = args.input.sizes;
+  LIGATURE_CHECK(at::IntArrayRef(scales.sizes) == sizes.slice(0, sizes.size() - 1), "[", label(),
+                 "] scales must have the input's shape without its last dimension, ",
+                 sizes_string(sizes.slice(0, sizes.size() - 1)), ", got ",
+                 sizes_string(scales.sizes));
+  LIGATURE_CHECK_TYPE(at::isFloatingType(scales.dtype), "[", label(),
+                      "] scales must have a floating dtype, got ", to_string(scales));
+  return result;
+}
+
+FuserForwardResult ScaledActivationOperation::fuser_forward_compute(const Value& input,
+                                                                    ArgsList args) {
+  const Tensor x = prepare(input, ActivationOperation::compute_dtype(input, args[0]));
+  FuserForwardResult out;
+  out.output = kernels::activation_forward(x, spec(), contiguous(args[0].extra_inputs[0]));
+  out.extra_outputs.resize(1);
+  out.kept.resize(1);
+  return out;
+}
+
+void ScaledActivationOperation::fuser_forward_save_ctx(CtxList ctxs, const Value& input,
+                                                       FuserForwardResult&, ArgsList args) {
+  ctxs[0]->save_for_backward({input, args[0].extra_inputs[0]});
+  if (args[0].autocast_dtype) ctxs[0]->state.set("dtype", *args[0].autocast_dtype);
+}
+
+FuserBackwardResult ScaledActivationOperation::fuser_backward(CtxList ctxs,
+                                                              const Value& grad_output, GradList) {
+  const OperationContext& ctx = *ctxs[0];
+  const Value& input = ctx.saved_value(0);
+  const at::ScalarType dtype = ctx.state.get_or("dtype", input.dtype());
+  auto grads = kernels::activation_backward(prepare(grad_output, dtype), prepare(input, dtype),
+                                            spec(), contiguous(ctx.saved_tensor(1)),
+                                            ctx.requires_grad.extra_input(0));
+  FuserBackwardResult out;
+  if (ctx.requires_grad.input) out.grad_input = cast(grads.dx, input.dtype());
+  out.grad_params.resize(1);
+  out.grad_extra_inputs = {{std::move(grads.dscales)}};
+  return out;
+}
+
+}  // namespace ligature

@@ -1,0 +1,132 @@
+// Sequential: a container like torch::nn::Sequential that groups neighbouring fusible operations
+// into fusers and runs other modules as they are.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "ligature/fuser/fuser.h"
+
+namespace ligature {
+
+/// Example:
+/// ```
+/// Sequential mlp(LayerNorm(256), Linear(256, 1024), SwiGLU(), Linear(512, 256));
+/// Tensor y = mlp->forward(x);
+/// ```
+class SequentialImpl : public torch::nn::Module {
+ public:
+  SequentialImpl() : torch::nn::Module("Sequential") {}
+
+  /// Holders (`Linear(4, 8)`) or shared pointers of modules.
+  template <class First, class... Rest,
+            class = std::enable_if_t<!std::is_base_of_v<SequentialImpl, std::decay_t<First>>>>
+  explicit SequentialImpl(First&& first, Rest&&... rest) : SequentialImpl() {
+    push_back(std::forward<First>(first));
+    (push_back(std::forward<Rest>(rest)), ...);
+  }
+
+  /// Adds a module at the end. Any module with `Tensor forward(Tensor)` is taken.
+  template <class M>
+  void push_back(M&& module) {
+    insert(size(), std::forward<M>(module));
+  }
+  template <class M>
+  void insert(size_t index, M&& module) {
+    insert_entry(index, make_entry(std::forward<M>(module)));
+  }
+  void erase(size_t index);
+  template <class M>
+  void replace(size_t index, M&& module) {
+    erase(index);
+    insert(index, std::forward<M>(module));
+  }
+  void extend(const SequentialImpl& other);
+
+  size_t size() const { return entries_.size(); }
+  bool is_empty() const { return entries_.empty(); }
+  const std::shared_ptr<torch::nn::Module>& operator[](size_t index) const;
+  template <class M>
+  M& at(size_t index) const {
+    return *(*this)[index]->template as<M>();
+  }
+
+  /// For a run without extra outputs.
+  Tensor forward(const Tensor& input);
+  /// The output, then the extra outputs in order. `kwargs`: by index of the module.
+  std::vector<Tensor> forward(const Tensor& input, const std::vector<Tensor>& extra_inputs,
+                              const std::vector<std::pair<size_t, OpKwargs>>& kwargs = {});
+
+  void set_recompute(Recompute recompute);
+  Recompute recompute() const { return options_.recompute; }
+  /// false: run every basic operation by itself.
+  void set_fuse(bool fuse);
+
+  size_t num_extra_inputs();
+  size_t num_extra_outputs();
+  /// The fusers, in order, made when first asked for.
+  std::vector<std::shared_ptr<OperationFuser>> fusers();
+
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override;
+  void pretty_print(std::ostream& stream) const override { stream << "ligature::Sequential"; }
+
+ private:
+  struct Entry {
+    std::shared_ptr<torch::nn::Module> module;
+    OpPtr op;                                                          // when it is fusible
+    std::shared_ptr<SequentialImpl> nested;                            // when it is a Sequential
+    std::function<Tensor(torch::nn::Module&, const Tensor&)> forward;  // otherwise
+  };
+  struct Group {
+    std::shared_ptr<OperationFuser> fuser;
+    size_t first = 0;  // entries it covers
+    size_t count = 0;
+  };
+
+  template <class M>
+  static auto as_pointer(M&& module) {
+    if constexpr (torch::detail::is_module<std::decay_t<M>>::value) {
+      return std::make_shared<std::decay_t<M>>(std::forward<M>(module));
+    } else if constexpr (requires { module.ptr(); }) {
+      return module.ptr();
+    } else {
+      return std::forward<M>(module);
+    }
+  }
+  template <class M>
+  static Entry make_entry(M&& module) {
+    auto pointer = as_pointer(std::forward<M>(module));
+    using Impl = typename std::decay_t<decltype(pointer)>::element_type;
+    LIGATURE_CHECK_TYPE(pointer != nullptr, "[Sequential] a module must not be null");
+    Entry entry;
+    entry.module = pointer;
+    if constexpr (std::is_base_of_v<FusibleOperation, Impl>) {
+      entry.op = pointer;
+    } else if constexpr (std::is_same_v<SequentialImpl, Impl>) {
+      entry.nested = pointer;
+    } else {
+      entry.forward = [](torch::nn::Module& self, const Tensor& x) {
+        return Tensor(static_cast<Impl&>(self).forward(x));
+      };
+    }
+    return entry;
+  }
+
+  void insert_entry(size_t index, Entry entry);
+  void changed();
+  const std::vector<Group>& groups();
+
+  std::vector<Entry> entries_;
+  std::vector<Group> groups_;
+  bool grouped_ = false;
+  FuserOptions options_;
+};
+TORCH_MODULE(Sequential);
+
+}  // namespace ligature

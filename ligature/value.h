@@ -1,0 +1,45 @@
+// What travels between two steps: a tensor or a quantized tensor.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <utility>
+
+#include "ligature/check.h"
+#include "ligature/quantization/quantized_tensor.h"
+
+namespace ligature {
+
+using at::Tensor;
+
+class Value {
+ public:
+  Value() = default;
+  Value(Tensor tensor) : tensor_(std::move(tensor)) {}  // NOLINT: a tensor is a value
+  Value(std::shared_ptr<QuantizedTensor> quantized)     // NOLINT
+      : quantized_(std::move(quantized)) {}
+
+  bool defined() const { return tensor_.defined() || quantized_ != nullptr; }
+  bool is_quantized() const { return quantized_ != nullptr; }
+
+  const Tensor& tensor() const {
+    LIGATURE_CHECK_STATE(quantized_ == nullptr, "wanted a plain tensor, got one in format ",
+                         quantized_ ? quantized_->format() : std::string());
+    return tensor_;
+  }
+  const std::shared_ptr<QuantizedTensor>& quantized() const { return quantized_; }
+
+  /// The plain tensor, dequantized where it has to be.
+  Tensor dequantized() const { return quantized_ ? quantized_->dequantize() : tensor_; }
+
+  at::IntArrayRef sizes() const { return quantized_ ? quantized_->sizes() : tensor_.sizes(); }
+  at::ScalarType dtype() const { return quantized_ ? quantized_->dtype() : tensor_.scalar_type(); }
+  at::Device device() const { return quantized_ ? quantized_->device() : tensor_.device(); }
+
+ private:
+  Tensor tensor_;
+  std::shared_ptr<QuantizedTensor> quantized_;
+};
+
+}  // namespace ligature

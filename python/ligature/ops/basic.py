@@ -1,0 +1,479 @@
+"""The basic operations. What each computes is documented with its class; all of it runs in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from .op import BuiltinOperation, option, owner_reference
+
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
+    "AddExtraInput",
+    "BasicLinear",
+    "Bias",
+    "ClampedSwiGLU",
+    "ConstantScale",
+    "Dropout",
+    "Identity",
+    "L2Normalization",
+    "LayerNorm",
+    "MakeExtraOutput",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "Reshape",
+    "SReGLU",
+    "SReLU",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
+    "SiLU",
+    "SiTUGLU",
+    "SwiGLU",
+]
+
+Device = torch.device | str | None
+
+
+def check_tensor_parallel(op: str, mode: str | None, group: Any) -> None:
+    """Refuses what would need communication; a group of one needs none."""
+    if mode not in (None, "column", "row"):
+        raise ValueError(
+            f"[{op}] tensor_parallel_mode must be None, 'column' or 'row', got {mode!r}"
+        )
+    if mode is None or not (
+        torch.distributed.is_available() and torch.distributed.is_initialized()
+    ):
+        return
+    size = torch.distributed.get_world_size(group)
+    if size > 1:
+        raise NotImplementedError(
+            f"[{op}] tensor_parallel_mode={mode!r} over a group of {size} processes is not available "
+            "in this version"
+        )
+
+
+class _Part(BuiltinOperation):
+    """An operation that may be part of a composite, whose parameters it then computes with."""
+
+    _owner: Any = None
+
+    @property
+    def _composite(self) -> torch.nn.Module | None:
+        return None if self._owner is None else self._owner()
+
+    @property
+    def _parameter_owner(self) -> torch.nn.Module:
+        composite = self._composite
+        return self if composite is None else composite
+
+    def _set_composite(self, composite: torch.nn.Module) -> None:
+        self.__dict__["_owner"] = owner_reference(composite)
+        self._impl.label = type(composite).__name__
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_owner", None)
+        return state
+
+    def __getattr__(self, name: str) -> Any:
+        owner = self.__dict__.get("_owner")
+        if owner is not None and name in ("weight", "bias"):
+            return getattr(owner(), name)
+        return super().__getattr__(name)
+
+
+class BasicLinear(_Part):
+    """``y = x W^T``.
+
+    Args:
+        in_features: size of the input's last dimension.
+        out_features: size of the output's last dimension.
+        device: where the weight lives; by default torch's default device, CUDA where there is one.
+        dtype: of the weight; by default torch's default dtype.
+        tensor_parallel_mode, tensor_parallel_group, sequence_parallel: distribution over processes.
+        rng_state_tracker_function: gives an object whose ``fork()`` surrounds the initialization.
+        accumulate_into_main_grad: add the weight's gradient into ``weight.main_grad`` (or overwrite it
+            when ``weight.overwrite_main_grad``) instead of ``weight.grad``.
+    """
+
+    in_features: int = option("in_features", "Size of the input's last dimension.")
+    out_features: int = option("out_features", "Size of the output's last dimension.")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        _composite: torch.nn.Module | None = None,
+    ) -> None:
+        check_tensor_parallel(type(self).__name__, tensor_parallel_mode, tensor_parallel_group)
+        super().__init__(
+            in_features=in_features,
+            out_features=out_features,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+        )
+        self._rng_state_tracker_function = rng_state_tracker_function
+        if _composite is None:
+            self._register(device, dtype)
+        else:
+            self._set_composite(_composite)
+
+    def reset_parameters(self) -> None:
+        tracker = self._rng_state_tracker_function
+        with nullcontext() if tracker is None else tracker().fork():
+            super().reset_parameters()
+
+    @property
+    def _accumulate_into_main_grad(self) -> bool:
+        return bool(self._impl.get_option("accumulate_into_main_grad"))
+
+
+class Bias(_Part):
+    """``y = x + b`` over the last dimension, of this ``size``."""
+
+    size: int = option("size", "Number of features.")
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: Any = None,
+        _composite: torch.nn.Module | None = None,
+    ) -> None:
+        mode = "column" if tensor_parallel else None
+        check_tensor_parallel(type(self).__name__, mode, tensor_parallel_group)
+        super().__init__(size=size)
+        if _composite is None:
+            self._register(device, dtype)
+        else:
+            self._set_composite(_composite)
+
+
+class _Norm(BuiltinOperation):
+    eps: float = option("eps", "Added to the variance.")
+    zero_centered_gamma: bool = option("zero_centered_gamma", "Whether the factor is 1 + weight.")
+
+    def __init__(
+        self,
+        normalized_shape: Iterable[int] | int,
+        *,
+        eps: float = 1e-5,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: int | dict[str, int] = 0,
+    ) -> None:
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        margin = max(sm_margin.values(), default=0) if isinstance(sm_margin, dict) else sm_margin
+        super().__init__(
+            normalized_shape=tuple(int(n) for n in shape),
+            eps=float(eps),
+            zero_centered_gamma=zero_centered_gamma,
+            sm_margin=margin,
+        )
+        self._register(device, dtype)
+
+    @property
+    def normalized_shape(self) -> tuple[int, ...]:
+        """The trailing dimensions that are normalized together."""
+        shape: tuple[int, ...] = self._impl.get_option("normalized_shape")
+        return shape
+
+
+class LayerNorm(_Norm):
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the trailing dimensions.
+
+    Statistics are computed in float32. With ``zero_centered_gamma`` the factor is ``1 + weight``.
+    """
+
+
+class RMSNorm(_Norm):
+    """``x / sqrt(mean(x²) + eps) * weight`` over the trailing dimensions.
+
+    Statistics are computed in float32. With ``zero_centered_gamma`` the factor is ``1 + weight``.
+    """
+
+
+class L2Normalization(BuiltinOperation):
+    """``x / sqrt(sum(x²) + eps)`` over the last dimension."""
+
+    eps: float = option("eps", "Added to the sum of squares.")
+
+    def __init__(
+        self,
+        *,
+        eps: float = 1e-6,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        super().__init__(eps=float(eps), seq_length=seq_length, micro_batch_size=micro_batch_size)
+
+
+class _Activation(BuiltinOperation):
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+
+
+class GELU(_Activation):
+    """Gaussian error linear unit in its tanh form."""
+
+
+class GLU(_Activation):
+    """``sigmoid(a) * b``, where a and b are the halves of the last dimension."""
+
+
+class GEGLU(_Activation):
+    """``gelu(a) * b``, where a and b are the halves of the last dimension."""
+
+
+class QGELU(_Activation):
+    """``x * sigmoid(1.702 x)``."""
+
+
+class QGEGLU(_Activation):
+    """``qgelu(a) * b``, where a and b are the halves of the last dimension."""
+
+
+class ReLU(_Activation):
+    """``max(x, 0)``."""
+
+
+class ReGLU(_Activation):
+    """``relu(a) * b``, where a and b are the halves of the last dimension."""
+
+
+class SReLU(_Activation):
+    """``relu(x)²``."""
+
+
+class SReGLU(_Activation):
+    """``relu(a)² * b``, where a and b are the halves of the last dimension."""
+
+
+class SiLU(_Activation):
+    """``x * sigmoid(x)``."""
+
+
+class SwiGLU(BuiltinOperation):
+    """``silu(a) * b``, where a and b are the halves of the last dimension.
+
+    With ``glu_interleave_size=n`` the last dimension holds blocks of n gates and n linear units,
+    alternating.
+    """
+
+    glu_interleave_size: int | None = option(
+        "glu_interleave_size", "Block size, or None for halves."
+    )
+
+    def __init__(
+        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
+    ) -> None:
+        super().__init__(
+            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
+        )
+
+
+class ClampedSwiGLU(BuiltinOperation):
+    """``a = min(a, limit)``, ``b = clamp(b, ±limit) + offset``, ``a * sigmoid(alpha a) * b``."""
+
+    limit: float = option("limit", "Bound of both halves.")
+    alpha: float = option("alpha", "Factor inside the sigmoid.")
+    glu_linear_offset: float = option("glu_linear_offset", "Added to the linear half.")
+    glu_interleave_size: int | None = option(
+        "glu_interleave_size", "Block size, or None for halves."
+    )
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            limit=float(limit),
+            alpha=float(alpha),
+            glu_linear_offset=float(glu_linear_offset),
+            cache_quantized_input=cache_quantized_input,
+            glu_interleave_size=glu_interleave_size,
+        )
+
+
+class SiTUGLU(BuiltinOperation):
+    """``beta1 tanh(a/beta1) sigmoid(a) * beta2 tanh(b/beta2)``."""
+
+    beta1: float = option("beta1", "Bound of the gate.")
+    beta2: float = option("beta2", "Bound of the linear half.")
+    glu_interleave_size: int | None = option(
+        "glu_interleave_size", "Block size, or None for halves."
+    )
+
+    def __init__(
+        self,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            beta1=float(beta1),
+            beta2=float(beta2),
+            cache_quantized_input=cache_quantized_input,
+            glu_interleave_size=glu_interleave_size,
+        )
+
+
+class _ScaledGLU(BuiltinOperation):
+    glu_interleave_size: int | None = option(
+        "glu_interleave_size", "Block size, or None for halves."
+    )
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            glu_interleave_size=glu_interleave_size,
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+            **options,
+        )
+
+
+class ScaledSwiGLU(_ScaledGLU):
+    """SwiGLU times an extra input: one scale per row, of the shape without the last dimension."""
+
+    def __init__(
+        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
+    ) -> None:
+        super().__init__(
+            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
+        )
+
+
+class ScaledSiTUGLU(_ScaledGLU):
+    """SiTUGLU times an extra input: one scale per row."""
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+    ) -> None:
+        super().__init__(
+            glu_interleave_size,
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+            beta1=float(beta1),
+            beta2=float(beta2),
+        )
+
+
+class ScaledClampedQGeGLU(_ScaledGLU):
+    """ClampedSwiGLU times an extra input: one scale per row."""
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+    ) -> None:
+        super().__init__(
+            glu_interleave_size,
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+            limit=float(limit),
+            alpha=float(alpha),
+            glu_linear_offset=float(glu_linear_offset),
+        )
+
+
+class ScaledSReLU(BuiltinOperation):
+    """SReLU times an extra input: one scale per row."""
+
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
+
+
+class Dropout(BuiltinOperation):
+    """Zeroes values with probability ``p`` and scales the others up; nothing in eval mode."""
+
+    p: float = option("p", "Probability of a zero.")
+
+    def __init__(self, p: float) -> None:
+        super().__init__(p=float(p))
+
+
+class Identity(BuiltinOperation):
+    """Its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Reshape(BuiltinOperation):
+    """The same values in another ``shape``; one dimension may be -1."""
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        super().__init__(shape=tuple(int(n) for n in shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its output."""
+        shape: tuple[int, ...] = self._impl.get_option("shape")
+        return shape
+
+
+class ConstantScale(BuiltinOperation):
+    """``x * scale``."""
+
+    scale: float = option("scale", "The factor.")
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(scale=float(scale))
+
+
+class _Branch(BuiltinOperation):
+    in_place: bool = option("in_place", "Whether it writes into the tensor of the branch.")
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__(in_place=in_place)
+
+
+class AddExtraInput(_Branch):
+    """Adds an extra input. With ``in_place`` the sum is written into the extra input's memory."""
+
+
+class MakeExtraOutput(_Branch):
+    """Returns its input as an extra output too.
+
+    With ``in_place`` the gradients are added up in the memory of the extra output's gradient.
+    """

@@ -1,0 +1,101 @@
+"""The built-in fused operations, as they appear in plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _C
+from .op import FusedOperation, FusibleOperation, OperationContext, Tensors
+
+__all__ = [
+    "BackwardActivationBias",
+    "BackwardAddLayerNorm",
+    "BackwardAddRMSNorm",
+    "BackwardLinearAdd",
+    "BackwardLinearScale",
+    "DenseMLP",
+    "ForwardLinearBiasActivation",
+    "ForwardLinearBiasAdd",
+    "ForwardLinearScaleAdd",
+]
+
+
+class _BuiltinFused(FusedOperation):
+    """A fused operation that is computed in C++. Made of the operations it stands for, in order."""
+
+    def __init__(self, *basic_ops: FusibleOperation) -> None:
+        super().__init__(basic_ops)
+
+    def _make_twin(self) -> None:
+        self._op = _C.make_fused(type(self).__name__, list(self.basic_ops))
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[Tensors],
+        **unused: Any,
+    ) -> tuple[torch.Tensor, list[Tensors]]:
+        """The forward pass, for one that has it."""
+        return _C.fuser_forward(
+            self._op, list(self.basic_ops), basic_op_ctxs, input_, basic_op_extra_inputs
+        )
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[Tensors],
+    ) -> tuple[torch.Tensor | None, list[Tensors], list[Tensors]]:
+        """The backward pass, for one that has it."""
+        return _C.fuser_backward(self._op, basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
+
+
+class ForwardLinearBiasActivation(_BuiltinFused):
+    """Forward of linear, bias (if any) and activation."""
+
+
+class ForwardLinearBiasAdd(_BuiltinFused):
+    """Forward of linear, bias (if any) and the addition of an extra input."""
+
+
+class ForwardLinearScaleAdd(_BuiltinFused):
+    """Forward of linear, scale and the addition of an extra input, in one GEMM."""
+
+
+class BackwardActivationBias(_BuiltinFused):
+    """Backward of bias and activation, in one pass over memory."""
+
+
+class BackwardLinearAdd(_BuiltinFused):
+    """Backward of an extra output and a linear: the sum is part of the GEMM."""
+
+
+class BackwardLinearScale(_BuiltinFused):
+    """Backward of linear and scale: the scale is part of the GEMMs."""
+
+
+class BackwardAddLayerNorm(_BuiltinFused):
+    """Backward of an extra output and a LayerNorm, in one pass over memory."""
+
+
+class BackwardAddRMSNorm(_BuiltinFused):
+    """Backward of an extra output and an RMSNorm, in one pass over memory."""
+
+
+class DenseMLP(_BuiltinFused):
+    """Norm, linear, activation, linear, forward and backward, that recomputes what is cheap."""
+
+
+def _wrap(op: _C.Operation) -> FusedOperation:
+    """The Python object for a fused operation that was made in C++."""
+    cls = globals().get(op.name, _BuiltinFused)
+    made: FusedOperation = cls.__new__(cls)
+    torch.nn.Module.__init__(made)
+    made.basic_ops = torch.nn.ModuleList(op.basic_op_objects())
+    made._op = op
+    return made

@@ -1,0 +1,113 @@
+"""Linear: the composite of a GEMM and a bias."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from .basic import BasicLinear, Bias, Device, check_tensor_parallel
+from .op import BasicOperation, FusedOperation, default_device
+
+
+class Linear(FusedOperation):
+    """``y = x W^T + b``: a drop-in for ``torch.nn.Linear``, checkpoints included.
+
+    A composite of :class:`BasicLinear` and, with ``bias``, :class:`Bias`, which compute with its
+    ``weight`` and ``bias``. Arguments as :class:`BasicLinear`.
+    """
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        check_tensor_parallel("Linear", tensor_parallel_mode, tensor_parallel_group)
+        self._rng_state_tracker_function = rng_state_tracker_function
+        linear = BasicLinear(
+            in_features,
+            out_features,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            _composite=self,
+        )
+        parts: list[BasicOperation] = [linear]
+        if bias:
+            parts.append(Bias(out_features, _composite=self))
+        self._parts = tuple(parts)
+        place = default_device(device)
+        dtype = dtype or torch.get_default_dtype()
+        weight = torch.empty(out_features, in_features, device=place, dtype=dtype)
+        self.weight = torch.nn.Parameter(weight)
+        if bias:
+            self.bias = torch.nn.Parameter(torch.empty(out_features, device=place, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values as those of ``torch.nn.Linear``."""
+        if self.weight.device.type == "meta":
+            return
+        tracker = self._rng_state_tracker_function
+        with torch.no_grad(), nullcontext() if tracker is None else tracker().fork():
+            self._parts[0]._handle.initialize_parameter("weight", self.weight.detach())
+            if self.bias is not None:
+                bound = 1 / math.sqrt(self.in_features)
+                self.bias.uniform_(-bound, bound)
+
+    @property
+    def basic_ops(self) -> tuple[BasicOperation, ...]:
+        """Its parts: the GEMM and, with a bias, the bias."""
+        return self._parts
+
+    @property
+    def in_features(self) -> int:
+        """Size of the input's last dimension."""
+        return self._parts[0].in_features  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def out_features(self) -> int:
+        """Size of the output's last dimension."""
+        return self._parts[0].out_features  # type: ignore[attr-defined,no-any-return]
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if name == "bias" and param is not None and len(self._parts) == 1:
+            raise ValueError("[Linear] it was made with bias=False and cannot be given a bias")
+        super().register_parameter(name, param)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.nn.Module.__setstate__(self, state)
+        for part in self._parts:
+            part._set_composite(self)  # type: ignore[attr-defined]
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # Checkpoints of te.ops hold the parameters below the parts.
+        for index, name in ((0, "weight"), (1, "bias")):
+            key = f"{prefix}basic_ops.{index}.{name}"
+            if key in state_dict and f"{prefix}{name}" not in state_dict:
+                state_dict[f"{prefix}{name}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )

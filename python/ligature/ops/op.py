@@ -1,0 +1,491 @@
+"""Base classes of everything that can be fused.
+
+An operation is an ordinary ``torch.nn.Module`` that holds a handle (``_op``) on its C++ twin. The twin
+of a built-in operation computes by itself; that of an operation written in Python calls its methods.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+
+from .. import _C
+
+OperationContext = _C.OperationContext
+
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+def _forward_form(cls: type, base: type) -> str:
+    """Which methods define the forward of ``cls``: those of the nearest class that has any."""
+    for owner in cls.__mro__:
+        if owner is base or not issubclass(owner, base):
+            break
+        names = vars(owner)
+        for kind in ("fuser", "op"):
+            if f"{kind}_forward_compute" in names or f"{kind}_forward_save_ctx" in names:
+                return f"{kind}_split"
+            if f"{kind}_forward" in names:
+                return f"{kind}_classic"
+    return "none"
+
+
+def _check_forms(cls: type, base: type) -> None:
+    """Refuses a class that defines half of the split form, or both forms."""
+    for kind in ("op", "fuser"):
+        compute, save = f"{kind}_forward_compute", f"{kind}_forward_save_ctx"
+        classic = f"{kind}_forward"
+        own = vars(cls)
+        if classic in own and (compute in own or save in own):
+            raise TypeError(
+                f"{cls.__name__} defines both {classic} and {compute if compute in own else save}; "
+                f"a forward is written in the classic form ({classic}) or in the split form "
+                f"({compute} and {save}), not in both"
+            )
+
+        def defined(name: str) -> bool:
+            return any(
+                name in vars(owner)
+                for owner in cls.__mro__
+                if issubclass(owner, base) and owner is not base
+            )
+
+        for half, other in ((compute, save), (save, compute)):
+            if half in own and not defined(other):
+                raise TypeError(
+                    f"{cls.__name__} defines {half} without {other}; the split form needs both"
+                )
+
+
+class FusibleOperation(torch.nn.Module):
+    """An operation that a fuser can run, alone or as part of a fusion."""
+
+    _op: _C.Operation
+
+    @property
+    def is_fused_op(self) -> bool:
+        """Whether it stands for other, basic operations."""
+        raise TypeError(f"{type(self).__name__} must derive from BasicOperation or FusedOperation")
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called once before the first forward of a fuser."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before every forward of a fuser."""
+
+    def get_input_quantizer(self) -> Any:
+        """The quantizer of its input, or None."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Any:
+        """The quantizer of its output's gradient, or None."""
+        return None
+
+    # -- copies: the C++ twin is made anew
+
+    _not_copied: ClassVar[tuple[str, ...]] = ("_op", "_impl", "_own_fuser")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in self._not_copied}
+
+    # -- an operation by itself
+
+    def _alone(self) -> Any:
+        fuser = self.__dict__.get("_own_fuser")
+        if fuser is None:
+            from .fuser import OperationFuser
+
+            fuser = OperationFuser([self], use_channels=False, owner=self)
+            self.__dict__["_own_fuser"] = fuser
+        return fuser
+
+
+class BasicOperation(FusibleOperation):
+    """The smallest operation: parameters, a forward and a backward.
+
+    Write its forward in one of two forms. Classic::
+
+        def op_forward(self, ctx, input_, **unused):
+            ctx.save_for_backward(input_)
+            return out
+
+    Split, which also compiles: the first half computes and returns fresh tensors to be saved (and,
+    if need be, a dict of plain values that become attributes of the context); the second saves, and
+    may name the input. ::
+
+        def op_forward_compute(self, input_, *, requires_grad, **unused):
+            return out, (tensor,)
+
+        def op_forward_save_ctx(self, ctx, input_, tensors_to_save, *, requires_grad, **unused):
+            ctx.save_for_backward(input_, *tensors_to_save)
+
+    And its backward::
+
+        def op_backward(self, ctx, grad_output):
+            return grad_input, (grad_of_each_parameter,)
+
+    Operations with extra inputs or outputs define ``fuser_forward`` and ``fuser_backward`` instead,
+    whose arguments and results are lists with one entry per basic operation.
+    """
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+
+    _form: ClassVar[str] = "none"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _check_forms(cls, BasicOperation)
+        cls._form = _forward_form(cls, BasicOperation)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._make_twin()
+
+    def _make_twin(self) -> None:
+        cls = type(self)
+        overrides = lambda *names: any(  # noqa: E731
+            getattr(cls, name) is not getattr(FusibleOperation, name) for name in names
+        )
+        self._op = _C.GuestOperation(
+            name=cls.__name__,
+            form=self._guest_form(),
+            has_pre_forward=overrides("pre_first_fuser_forward", "pre_fuser_forward"),
+            has_quantizers=overrides("get_input_quantizer", "get_grad_output_quantizer")
+            or cls.num_quantizers is not BasicOperation.num_quantizers,
+        )
+        self._op.bind(self)
+
+    def _guest_form(self) -> str:
+        return self._form
+
+    @property
+    def is_fused_op(self) -> bool:
+        return False
+
+    @property
+    def _handle(self) -> _C.BasicOperation:
+        op = self._op
+        if isinstance(op, _C.GuestOperation):
+            op.set_num_extra(self.num_extra_inputs, self.num_extra_outputs)
+        assert isinstance(op, _C.BasicOperation)
+        return op
+
+    @property
+    def _parameter_owner(self) -> torch.nn.Module:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        op = self._handle
+        state["_channels"] = (
+            [op.extra_input_channel(i) for i in range(op.num_extra_inputs)],
+            [
+                (op.extra_output_channel(i), op.extra_output_to_caller(i))
+                for i in range(op.num_extra_outputs)
+            ],
+        )
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        inputs, outputs = state.pop("_channels")
+        super().__setstate__(state)
+        self._make_twin()
+        for i, name in enumerate(inputs):
+            if name:
+                self.set_extra_input_channel(i, name)
+        for i, (name, to_caller) in enumerate(outputs):
+            if name:
+                self.set_extra_output_channel(i, name, output_to_caller=to_caller)
+
+    # -- quantizers
+
+    def num_quantizers(self, mode: str) -> int:
+        """How many tensors it quantizes in ``"forward"`` or ``"backward"``."""
+        return 0
+
+    def get_quantizer(self, mode: str, index: int) -> Any:
+        """A quantizer of its own, or None without a recipe."""
+        return None
+
+    def get_quantizer_roles(self, mode: str) -> list[Any] | None:
+        """What each of its quantizers is for, or None."""
+        return None
+
+    def reset_recipe_state(self, *, recipe: Any) -> None:
+        """Makes its quantizers anew for a recipe."""
+
+    def get_input_quantizer(self) -> Any:
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") > 0 else None
+
+    def get_grad_output_quantizer(self) -> Any:
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") > 0 else None
+
+    # -- channels
+
+    def set_extra_input_channel(self, index: int, channel: str) -> None:
+        """Takes extra input ``index`` from the earlier extra output bound to ``channel``."""
+        self._handle.set_extra_input_channel(_channel_index(index), channel)
+
+    def set_extra_output_channel(
+        self, index: int, channel: str, *, output_to_caller: bool = True
+    ) -> None:
+        """Gives extra output ``index`` to later extra inputs bound to ``channel``."""
+        self._handle.set_extra_output_channel(_channel_index(index), channel, output_to_caller)
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs this operation by itself; every extra input and output is the caller's."""
+        return self._alone()(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+
+
+def _channel_index(index: int) -> int:
+    if not isinstance(index, int) or index < 0:
+        raise ValueError(f"a channel's index must be a non-negative int, got {index!r}")
+    return index
+
+
+class BuiltinOperation(BasicOperation):
+    """A basic operation that is computed in C++."""
+
+    _impl: _C.BasicOperation
+    #: Names under which a method of the forward or backward can be overridden in Python.
+    _methods: ClassVar[tuple[str, ...]] = (
+        "op_forward",
+        "op_forward_compute",
+        "op_forward_save_ctx",
+        "op_backward",
+        "fuser_forward",
+        "fuser_forward_compute",
+        "fuser_forward_save_ctx",
+        "fuser_backward",
+    )
+
+    def __init__(self, **options: Any) -> None:
+        self.__dict__["_options"] = options
+        super().__init__()
+        del self.__dict__["_options"]
+
+    @classmethod
+    def _operation_name(cls) -> str:
+        """The built-in class that this class is or derives from."""
+        for owner in cls.__mro__:
+            if owner.__module__.startswith("ligature.ops.") and issubclass(owner, BuiltinOperation):
+                return owner.__name__
+        raise TypeError(cls.__name__)
+
+    @classmethod
+    def _is_overridden(cls) -> bool:
+        return any(
+            getattr(cls, name, None) is not getattr(BuiltinOperation, name, None)
+            for name in cls._methods
+        )
+
+    def _make_twin(self) -> None:
+        options = self.__dict__["_options"]
+        self._impl = _C.make_operation(self._operation_name(), options)
+        self.num_extra_inputs = self._impl.num_extra_inputs
+        self.num_extra_outputs = self._impl.num_extra_outputs
+        if self._is_overridden():
+            super()._make_twin()
+            self._impl.bind(self)
+        else:
+            self._op = self._impl
+            self._op.bind(self)
+
+    def _guest_form(self) -> str:
+        form = _forward_form(type(self), BuiltinOperation)
+        if form != "none":
+            return form
+        return "fuser_classic" if self.num_extra_inputs or self.num_extra_outputs else "op_split"
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_options"] = self._impl.options()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__["_options"] = state["_options"]
+        super().__setstate__(state)
+        del self.__dict__["_options"]
+
+    def _register(self, device: Any, dtype: torch.dtype | None) -> None:
+        """Makes the parameters that the C++ twin describes, and initializes them."""
+        place = default_device(device)
+        for name, shape in self._impl.parameters:
+            tensor = torch.empty(shape, device=place, dtype=dtype or torch.get_default_dtype())
+            self.register_parameter(name, torch.nn.Parameter(tensor))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Gives every parameter its initial values again."""
+        for name, _ in self._impl.parameters:
+            parameter = self._parameters.get(name)
+            if parameter is not None and parameter.device.type != "meta":
+                self._impl.initialize_parameter(name, parameter.detach())
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{k}={v!r}" for k, v in self._impl.options().items() if v is not None)
+
+    # -- the pieces, for Python code that covers this operation in a fusion
+
+    def op_forward_compute(
+        self, input_: torch.Tensor, *, requires_grad: bool, **unused: Any
+    ) -> tuple[torch.Tensor, Tensors]:
+        """Computes; returns the output and fresh tensors to be saved."""
+        return self._impl.op_forward_compute(self, input_, requires_grad)
+
+    def op_forward_save_ctx(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        tensors_to_save: Tensors,
+        *,
+        requires_grad: bool,
+        **unused: Any,
+    ) -> None:
+        """Saves what its backward needs."""
+        self._impl.op_forward_save_ctx(self, ctx, input_, tensors_to_save, requires_grad)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Tensors]:
+        """Gradients of the input and of each parameter."""
+        return self._impl.op_backward(ctx, grad_output)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[Tensors],
+        **unused: Any,
+    ) -> tuple[torch.Tensor, list[Tensors]]:
+        """The whole forward, with lists of one entry."""
+        return _C.fuser_forward(self._impl, [self], basic_op_ctxs, input_, basic_op_extra_inputs)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[Tensors],
+    ) -> tuple[torch.Tensor | None, list[Tensors], list[Tensors]]:
+        """The whole backward, with lists of one entry."""
+        return _C.fuser_backward(
+            self._impl, basic_op_ctxs, grad_output, basic_op_grad_extra_outputs
+        )
+
+
+def option(name: str, doc: str) -> Any:
+    """An attribute that is an option of the C++ twin."""
+
+    def get(self: BuiltinOperation) -> Any:
+        return self._impl.get_option(name)
+
+    def set_(self: BuiltinOperation, value: Any) -> None:
+        self._impl.set_option(name, value)
+
+    return property(get, set_, doc=doc)
+
+
+class FusedOperation(FusibleOperation):
+    """Stands for one or more basic operations, in forward, in backward or in both.
+
+    It holds no parameters and no state: it reads them from ``basic_ops``. A forward-only or
+    backward-only fused operation is interchangeable with its basic operations, contexts included; a
+    joint one need only be right as a pair. Define ``fuser_forward`` (or ``fuser_forward_compute`` and
+    ``fuser_forward_save_ctx``) and/or ``fuser_backward``.
+    """
+
+    basic_ops: Any
+    #: Whether it runs a channel whose two ends it both covers.
+    handles_internal_channels: bool = False
+
+    _form: ClassVar[str] = "none"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _check_forms(cls, FusedOperation)
+        cls._form = _forward_form(cls, FusedOperation)
+
+    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
+        super().__init__()
+        flat: list[BasicOperation] = []
+        for op in basic_ops:
+            if not isinstance(op, FusibleOperation):
+                raise TypeError(
+                    f"[{type(self).__name__}] basic_ops must be operations, got {type(op).__name__}"
+                )
+            flat.extend(op.basic_ops if isinstance(op, FusedOperation) else [op])
+        if not flat:
+            raise ValueError(
+                f"[{type(self).__name__}] a fused operation stands for at least one basic operation, "
+                "got none"
+            )
+        self.basic_ops = torch.nn.ModuleList(flat)
+        self._make_twin()
+
+    def _make_twin(self) -> None:
+        self._op = _C.GuestFusedOperation(
+            name=type(self).__name__,
+            ops=list(self.basic_ops),
+            form=self._form,
+            internal_channels=self.handles_internal_channels,
+        )
+        self._op.bind(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._make_twin()
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    def get_input_quantizer(self) -> Any:
+        return self.basic_ops[0].get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Any:
+        return self.basic_ops[-1].get_grad_output_quantizer()
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """Runs its basic operations by themselves, fused as the registry says."""
+        return self._alone()(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+def owner_reference(owner: torch.nn.Module) -> Any:
+    """A composite owns its parts; the parts only know it."""
+    return weakref.ref(owner)
+
+
+def default_device(device: torch.device | str | None) -> torch.device:
+    """The device given, else the one the user chose for torch, else CUDA where there is one."""
+    if device is not None:
+        return torch.device(device)
+    if _user_default_device() or not torch.cuda.is_available():
+        return torch.get_default_device()
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _user_default_device() -> bool:
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    if any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+        return True
+    context = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+    return getattr(context, "device_context", None) is not None

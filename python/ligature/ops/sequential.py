@@ -1,0 +1,347 @@
+"""Sequential: a container like ``torch.nn.Sequential`` that fuses neighbouring operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from .. import _C
+from .fuser import OperationFuser
+from .op import BasicOperation, FusedOperation, FusibleOperation
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS)
+
+
+def _basic_ops(op: FusibleOperation) -> list[BasicOperation]:
+    return list(op.basic_ops) if isinstance(op, FusedOperation) else [op]  # type: ignore[list-item]
+
+
+def _hook_dicts(module: torch.nn.Module) -> list[dict[Any, Any]]:
+    return [getattr(module, name) for name in _HOOKS]
+
+
+def _has_hooks(op: FusibleOperation) -> bool:
+    return any(map(len, _GLOBAL_HOOKS)) or any(map(len, _hook_dicts(op)))
+
+
+@dataclass
+class _Group:
+    """A fuser or a plain module, and how its extra inputs and outputs are joined to others'."""
+
+    module: Any
+    ops: list[FusibleOperation] = field(default_factory=list)  # of a fuser or a single operation
+    run: int = 0  # channels reach over one run of operations
+    inputs: list[str] = field(default_factory=list)  # channel of each extra input, or ""
+    outputs: list[str] = field(default_factory=list)
+    output_to_user: list[bool] = field(default_factory=list)
+
+
+class Sequential(torch.nn.Module):
+    """Runs modules one after the other; neighbouring operations are fused.
+
+    Args:
+        *args: modules, or one ``OrderedDict`` of named modules.
+        recompute: ``"cheap"`` lets joint fusions recompute norms and activations in backward instead
+            of saving them. Default ``"none"``.
+
+    Extra inputs of its operations are passed after the input, extra outputs are returned after the
+    output, both in order. Keyword arguments of single operations: ``op_kwargs={op_or_index: {...}}``.
+    """
+
+    def __init__(
+        self,
+        *args: torch.nn.Module | Mapping[str, torch.nn.Module],
+        recompute: str = "none",
+    ) -> None:
+        super().__init__()
+        self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
+        self._groups: list[_Group] = []
+        self._watch: _C.ModuleWatch | None = None
+        self._only: OperationFuser | None = None
+        self._recompute = "none"
+        self.recompute = recompute
+        if len(args) == 1 and isinstance(args[0], Mapping):
+            for key, module in args[0].items():
+                self.add_module(key, module)
+        else:
+            for module in args:
+                self.append(module)  # type: ignore[arg-type]
+
+    # -- container
+
+    @property
+    def recompute(self) -> str:
+        """What backward may recompute instead of saving: "none" or "cheap"."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, value: str) -> None:
+        if value not in ("none", "cheap"):
+            raise ValueError(f"[Sequential] recompute must be 'none' or 'cheap', got {value!r}")
+        self._recompute = value
+        self._module_groups = None
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        if module is not None and not isinstance(module, torch.nn.Module):
+            raise TypeError(
+                f"[Sequential] module '{name}' must be a torch.nn.Module, got "
+                f"{type(module).__name__}"
+            )
+        self._module_groups = None
+        super().add_module(name, module)
+
+    def _key(self, idx: int) -> str:
+        keys = list(self._modules)
+        if not -len(keys) <= idx < len(keys):
+            raise IndexError(f"[Sequential] there is no module {idx} among {len(keys)}")
+        return keys[idx]
+
+    def _next_key(self) -> str:
+        numbers = [int(key) for key in self._modules if key.isdigit()]
+        return str(max(numbers, default=-1) + 1)
+
+    @overload
+    def __getitem__(self, idx: slice) -> Sequential: ...
+    @overload
+    def __getitem__(self, idx: int) -> torch.nn.Module: ...
+    def __getitem__(self, idx: slice | int) -> Sequential | torch.nn.Module:
+        if isinstance(idx, slice):
+            return Sequential(*list(self)[idx], recompute=self.recompute)
+        module = self._modules[self._key(idx)]
+        assert module is not None
+        return module
+
+    def __setitem__(self, idx: int, module: torch.nn.Module) -> None:
+        self.add_module(self._key(idx), module)
+
+    def __delitem__(self, idx: slice | int) -> None:
+        self._module_groups = None
+        keys = list(self._modules)[idx] if isinstance(idx, slice) else [self._key(idx)]
+        for key in keys:
+            del self._modules[key]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def append(self, module: torch.nn.Module) -> Sequential:
+        """Adds a module at the end."""
+        self.add_module(self._next_key(), module)
+        return self
+
+    def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        """Adds modules at the end."""
+        for module in list(modules):
+            self.append(module)
+        return self
+
+    def insert(self, idx: int, module: torch.nn.Module) -> Sequential:
+        """Adds a module before position ``idx``."""
+        modules = list(self)
+        if not -len(modules) <= idx <= len(modules):
+            raise IndexError(
+                f"[Sequential] there is no position {idx} among {len(modules)} modules"
+            )
+        modules.insert(idx, module)
+        keys = [*self._modules, self._next_key()]
+        for key, value in zip(keys, modules, strict=True):
+            self.add_module(key, value)
+        return self
+
+    def pop(self, idx: slice | int = -1) -> torch.nn.Module:
+        """Takes a module (or several) out and returns it."""
+        out = self[idx]
+        del self[idx]
+        return out
+
+    def __add__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        return Sequential(*self, *modules, recompute=self.recompute)
+
+    def __iadd__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        return self.extend(modules)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.update(_module_groups=None, _groups=[], _watch=None, _only=None)
+        return state
+
+    # -- grouping
+
+    def _regroup(self) -> None:
+        groups: list[_Group] = []
+        run: list[FusibleOperation] = []
+        runs = 0
+
+        def close_run() -> None:
+            nonlocal run, runs
+            if run:
+                groups.extend(self._group_run(run, runs))
+            run, runs = [], runs + 1
+
+        watched: list[FusibleOperation] = []
+        for module in self:
+            if isinstance(module, FusibleOperation):
+                run.append(module)
+                watched.append(module)
+            else:
+                close_run()
+                groups.append(_Group(module))
+        close_run()
+
+        dicts = [hooks for op in watched for hooks in _hook_dicts(op)]
+        self._watch = _C.ModuleWatch(self._modules, [*_GLOBAL_HOOKS, *dicts])
+        self._groups = groups
+        self._module_groups = [group.module for group in groups]
+        only = groups[0].module if len(groups) == 1 else None
+        self._only = only if isinstance(only, OperationFuser) else None
+
+    def _group_run(self, ops: list[FusibleOperation], run: int) -> list[_Group]:
+        """One fuser, unless hooks on an operation ask for it to be called by itself."""
+        whole = OperationFuser(ops, recompute=self.recompute)
+        if not any(_has_hooks(op) for op in ops):
+            return [self._fuser_group(whole, ops, run)]
+        segments: list[tuple[bool, list[FusibleOperation]]] = []
+        for op in ops:
+            hooked = _has_hooks(op)
+            if hooked or not segments or segments[-1][0]:
+                segments.append((hooked, []))
+            segments[-1][1].append(op)
+        open_channels = self._crossing_channels([part for _, part in segments])
+        groups = []
+        for hooked, part in segments:
+            if hooked:
+                groups.append(self._hooked_group(part[0], run))
+            else:
+                fuser = OperationFuser(part, recompute=self.recompute, open_channels=open_channels)
+                groups.append(self._fuser_group(fuser, part, run))
+        return groups
+
+    @staticmethod
+    def _fuser_group(fuser: OperationFuser, ops: list[FusibleOperation], run: int) -> _Group:
+        return _Group(
+            fuser, ops, run, fuser._caller_inputs, fuser._caller_outputs, fuser._output_to_user
+        )
+
+    @staticmethod
+    def _hooked_group(op: FusibleOperation, run: int) -> _Group:
+        group = _Group(op, [op], run)
+        for part in _basic_ops(op):
+            handle = part._handle
+            for i in range(handle.num_extra_inputs):
+                group.inputs.append(handle.extra_input_channel(i))
+            for i in range(handle.num_extra_outputs):
+                group.outputs.append(handle.extra_output_channel(i))
+                group.output_to_user.append(handle.extra_output_to_caller(i))
+        return group
+
+    @staticmethod
+    def _crossing_channels(segments: list[list[FusibleOperation]]) -> list[str]:
+        seen: dict[str, set[int]] = {}
+        for number, ops in enumerate(segments):
+            for part in (part for op in ops for part in _basic_ops(op)):
+                handle = part._handle
+                names = [handle.extra_input_channel(i) for i in range(handle.num_extra_inputs)]
+                names += [handle.extra_output_channel(i) for i in range(handle.num_extra_outputs)]
+                for name in names:
+                    seen.setdefault(name, set()).add(number)
+        return [name for name, numbers in seen.items() if name and len(numbers) > 1]
+
+    # -- forward
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """How many extra inputs it takes after its input."""
+        if self._module_groups is None:
+            self._regroup()
+        count = 0
+        for group in self._groups:
+            if isinstance(group.module, Sequential):
+                count += group.module.num_extra_inputs
+            else:
+                count += sum(1 for name in group.inputs if not name)
+        return count
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        op_kwargs: Mapping[Any, dict[str, Any]] | None = None,
+    ) -> Any:
+        """The output, or a tuple of the output and the extra outputs."""
+        if self._module_groups is None or self._watch is None or self._watch.changed():
+            self._regroup()
+        if self._only is not None and op_kwargs is None:
+            return self._only(input, *extra_inputs)
+        return self._forward_groups(input, list(extra_inputs), self._resolve_kwargs(op_kwargs))
+
+    def _resolve_kwargs(self, op_kwargs: Mapping[Any, dict[str, Any]] | None) -> dict[int, Any]:
+        """Keyword arguments by identity of the operation or module they are for."""
+        out: dict[int, Any] = {}
+        known = {id(m) for m in self}
+        known |= {id(p) for m in self if isinstance(m, FusibleOperation) for p in _basic_ops(m)}
+        for key, kwargs in (op_kwargs or {}).items():
+            target = self[key] if isinstance(key, int) else key
+            if id(target) not in known:
+                raise ValueError(
+                    f"[Sequential] op_kwargs are for {type(target).__name__}, which is not one of its "
+                    "operations"
+                )
+            if isinstance(target, FusedOperation):
+                target = target.basic_ops[0]
+            out[id(target)] = kwargs
+        return out
+
+    def _forward_groups(
+        self, x: Any, extra_inputs: list[torch.Tensor], kwargs: dict[int, Any]
+    ) -> Any:
+        wanted = self.num_extra_inputs
+        if len(extra_inputs) != wanted:
+            raise ValueError(f"[Sequential] takes {wanted} extra inputs, got {len(extra_inputs)}")
+        extra_outputs: list[torch.Tensor] = []
+        channels: dict[tuple[int, str], torch.Tensor] = {}
+        for group in self._groups:
+            if isinstance(group.module, Sequential):
+                count = group.module.num_extra_inputs
+                taken, extra_inputs = extra_inputs[:count], extra_inputs[count:]
+                x = group.module(x, *taken, **kwargs.get(id(group.module), {}))
+                if isinstance(x, tuple):
+                    x, extra_outputs = x[0], [*extra_outputs, *x[1:]]
+                continue
+            if not group.ops:
+                x = group.module(x, **kwargs.get(id(group.module), {}))
+                continue
+            inputs = [
+                channels[group.run, name] if name else extra_inputs.pop(0) for name in group.inputs
+            ]
+            parts = [part for op in group.ops for part in _basic_ops(op)]
+            part_kwargs = [kwargs.get(id(part), {}) for part in parts]
+            x = self._run_group(group, x, inputs, part_kwargs)
+            if isinstance(x, tuple):
+                x, results = x[0], x[1:]
+                for name, to_user, result in zip(
+                    group.outputs, group.output_to_user, results, strict=True
+                ):
+                    if name:
+                        channels[group.run, name] = result
+                    if to_user:
+                        extra_outputs.append(result)
+        return (x, *extra_outputs) if extra_outputs else x
+
+    @staticmethod
+    def _run_group(
+        group: _Group, x: Any, inputs: list[torch.Tensor], part_kwargs: list[dict[str, Any]]
+    ) -> Any:
+        given = part_kwargs if any(part_kwargs) else None
+        if isinstance(group.module, BasicOperation):
+            return group.module(x, *inputs, **part_kwargs[0])
+        if isinstance(group.module, FusedOperation):
+            extra = {} if given is None else {"basic_op_kwargs": given}
+            return group.module(x, *inputs, **extra)
+        return group.module(x, *inputs, basic_op_kwargs=given)

@@ -1,0 +1,16 @@
+// One function per file of the binding.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace ligature::python {
+
+namespace py = pybind11;
+
+void bind_context(py::module_& m);
+void bind_operations(py::module_& m);
+void bind_guests(py::module_& m);
+void bind_registry(py::module_& m);
+void bind_fuser(py::module_& m);
+
+}  // namespace ligature::python

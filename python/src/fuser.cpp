@@ -1,0 +1,207 @@
+// OperationFuser in Python: collects what a call computes with, and runs it without the GIL.
+#include "ligature/fuser/fuser.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "bindings.h"
+#include "guest.h"
+#include "host.h"
+
+namespace ligature::python {
+namespace {
+
+Recompute recompute_from_string(const std::string& name) {
+  if (name == "none") return Recompute::None;
+  LIGATURE_CHECK(name == "cheap", "recompute must be 'none' or 'cheap', got '", name, "'");
+  return Recompute::Cheap;
+}
+
+class PythonFuser {
+ public:
+  /// `owner`: the operation that keeps this fuser for itself; then the fuser must not keep it.
+  PythonFuser(const py::list& ops, const std::string& recompute, bool fuse, bool use_channels,
+              std::vector<std::string> open_channels, const py::handle& owner)
+      : fuser_(prepare(ops),
+               {recompute_from_string(recompute), fuse, use_channels, std::move(open_channels)}) {
+    if (owner.is_none()) {
+      keep_ = hold(ops);
+    } else {
+      owner_ = owner;
+    }
+    for (const auto& op : fuser_.basic_ops()) sources_.emplace_back(python_of(op), *op);
+  }
+
+  py::object call(const py::handle& input, const py::args& extra_inputs, const py::handle& kwargs) {
+    Call call;
+    call.input = unwrap_input(input);
+    call.extra_inputs.reserve(extra_inputs.size());
+    for (const auto& extra : extra_inputs)
+      call.extra_inputs.push_back(unwrap(extra, "an extra input"));
+    call.param_offsets.reserve(sources_.size() + 1);
+    call.param_offsets.push_back(0);
+    call.training.reserve(sources_.size());
+    for (const ParameterSource& source : sources_) {
+      source.collect(call.params);
+      call.param_offsets.push_back(call.params.size());
+      call.training.push_back(source.training());
+    }
+    if (!kwargs.is_none()) call.kwargs = unwrap_kwargs(kwargs);
+    call.keep_alive = keep_ ? keep_ : hold(py::reinterpret_borrow<py::object>(owner_));
+    std::vector<Tensor> outputs;
+    {
+      py::gil_scoped_release no_gil;
+      outputs = fuser_.run(std::move(call));
+    }
+    if (outputs.size() == 1) return wrap(outputs[0]);
+    py::tuple result(outputs.size());
+    for (size_t i = 0; i < outputs.size(); ++i) result[i] = wrap(outputs[i]);
+    return result;
+  }
+
+  py::object steps(bool forward) const {
+    std::shared_ptr<const Plan> plan;
+    {
+      py::gil_scoped_release no_gil;
+      plan = fuser_.plan();
+    }
+    if (plan == nullptr) return py::none();
+    py::list out;
+    for (const PlanStep& step : forward ? plan->forward : plan->backward) {
+      py::list indices;
+      for (size_t i = step.first; i < step.first + step.count; ++i) indices.append(i);
+      out.append(py::make_tuple(python_of(step.op), indices));
+    }
+    return out;
+  }
+
+  py::list considered() const {
+    std::shared_ptr<const Plan> plan;
+    {
+      py::gil_scoped_release no_gil;
+      plan = fuser_.plan();
+    }
+    py::list out;
+    if (plan == nullptr) return out;
+    for (const auto& report : plan->reports) {
+      for (const Consideration& c : report.considered) {
+        out.append(py::make_tuple(pass_name(report.pass), c.fusion, c.position, c.reason));
+      }
+    }
+    return out;
+  }
+
+  py::list basic_ops() const {
+    py::list out;
+    for (const auto& op : fuser_.basic_ops()) out.append(python_of(op));
+    return out;
+  }
+
+  OperationFuser& core() { return fuser_; }
+
+ private:
+  static OpList prepare(const py::list& ops) {
+    OpList list = operations_of(ops, "the operations of a fuser");
+    for (const auto& op : list) {
+      for (const auto& basic : op->basic_ops()) {
+        if (auto* guest = dynamic_cast<GuestOperation*>(basic.get())) {
+          const py::object self = python_of(basic);
+          guest->set_num_extra(self.attr("num_extra_inputs").cast<size_t>(),
+                               self.attr("num_extra_outputs").cast<size_t>());
+        }
+      }
+    }
+    return list;
+  }
+
+  Value unwrap_input(const py::handle& input) const {
+    LIGATURE_CHECK_TYPE(THPVariable_Check(input.ptr()), "[", fuser_.basic_ops().front()->label(),
+                        "] input must be a tensor, got ",
+                        py::str(py::type::of(input)).cast<std::string>());
+    return THPVariable_Unpack(input.ptr());
+  }
+
+  static std::vector<OpKwargs> unwrap_kwargs(const py::handle& list) {
+    std::vector<OpKwargs> out;
+    for (const auto& item : list) {
+      OpKwargs& kwargs = out.emplace_back();
+      const auto dict = py::cast<py::dict>(item);
+      for (const auto& [name, value] : dict) {
+        kwargs.names.push_back(name.cast<std::string>());
+        if (auto plain = to_plain(value)) kwargs.values.set(kwargs.names.back(), std::move(*plain));
+      }
+      kwargs.host = hold(dict);
+    }
+    return out;
+  }
+
+  OperationFuser fuser_;
+  std::vector<ParameterSource> sources_;
+  std::shared_ptr<void> keep_;
+  py::handle owner_;
+};
+
+/// Tells whether the modules in a container, or the hooks on them, are still those that were
+/// grouped.
+class ModuleWatch {
+ public:
+  ModuleWatch(py::dict modules, const py::list& hook_dicts)
+      : modules_(std::move(modules)), hook_dicts_(hook_dicts) {
+    for (const auto& item : modules_) {
+      children_.push_back(py::reinterpret_borrow<py::object>(item.second));
+    }
+    for (const auto& dict : hook_dicts_) counts_.push_back(PyDict_GET_SIZE(dict.ptr()));
+  }
+
+  bool changed() const {
+    if (static_cast<size_t>(PyDict_GET_SIZE(modules_.ptr())) != children_.size()) return true;
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    Py_ssize_t position = 0;
+    for (size_t i = 0; PyDict_Next(modules_.ptr(), &position, &key, &value) != 0; ++i) {
+      if (children_[i].ptr() != value) return true;
+    }
+    for (size_t i = 0; i < counts_.size(); ++i) {
+      if (PyDict_GET_SIZE(PyList_GET_ITEM(hook_dicts_.ptr(), i)) != counts_[i]) return true;
+    }
+    return false;
+  }
+
+ private:
+  py::dict modules_;
+  py::list hook_dicts_;
+  std::vector<py::object> children_;
+  std::vector<Py_ssize_t> counts_;
+};
+
+}  // namespace
+
+void bind_fuser(py::module_& m) {
+  py::class_<PythonFuser>(m, "OperationFuser")
+      .def(py::init<const py::list&, const std::string&, bool, bool, std::vector<std::string>,
+                    const py::handle&>(),
+           py::arg("ops"), py::arg("recompute"), py::arg("fuse"), py::arg("use_channels"),
+           py::arg("open_channels"), py::arg("owner"))
+      .def("__call__", &PythonFuser::call, py::arg("input"), py::kw_only(),
+           py::arg("basic_op_kwargs") = py::none())
+      .def_property_readonly("_forward_ops", [](const PythonFuser& f) { return f.steps(true); })
+      .def_property_readonly("_backward_ops", [](const PythonFuser& f) { return f.steps(false); })
+      .def_property_readonly("_considered", &PythonFuser::considered)
+      .def_property_readonly("_basic_ops", &PythonFuser::basic_ops)
+      .def_property_readonly("_num_basic_ops",
+                             [](PythonFuser& f) { return f.core().num_basic_ops(); })
+      .def_property_readonly("num_extra_inputs",
+                             [](PythonFuser& f) { return f.core().num_extra_inputs(); })
+      .def_property_readonly("num_extra_outputs",
+                             [](PythonFuser& f) { return f.core().num_extra_outputs(); })
+      .def_property_readonly("_caller_inputs",
+                             [](PythonFuser& f) { return f.core().wiring().caller_inputs; })
+      .def_property_readonly("_caller_outputs",
+                             [](PythonFuser& f) { return f.core().wiring().caller_outputs; })
+      .def_property_readonly("_output_to_user",
+                             [](PythonFuser& f) { return f.core().wiring().output_to_user; });
+  py::class_<ModuleWatch>(m, "ModuleWatch")
+      .def(py::init<py::dict, const py::list&>())
+      .def("changed", &ModuleWatch::changed);
+}
+
+}  // namespace ligature::python

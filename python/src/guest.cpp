@@ -1,0 +1,312 @@
+#include "guest.h"
+
+#include "bindings.h"
+
+namespace ligature::python {
+
+Form form_from_string(const std::string& name) {
+  if (name == "op_split") return Form::OpSplit;
+  if (name == "op_classic") return Form::OpClassic;
+  if (name == "fuser_split") return Form::FuserSplit;
+  if (name == "fuser_classic") return Form::FuserClassic;
+  LIGATURE_CHECK(name == "none", "no such form: '", name, "'");
+  return Form::None;
+}
+
+std::string PythonQuantizer::format() const {
+  return with_python([&] { return py::str(py::type::of(object())).cast<std::string>(); });
+}
+
+std::shared_ptr<QuantizedTensor> PythonQuantizer::quantize(const at::Tensor&) const {
+  LIGATURE_CHECK_STATE(false, "a quantizer written in Python works for operations in Python only");
+}
+
+namespace {
+
+py::handle object_of(const FusibleOperation& op) {
+  LIGATURE_CHECK_STATE(op.host != nullptr, "[", op.label(), "] its Python object is gone");
+  return static_cast<PyObject*>(op.host);
+}
+
+bool is_op_form(Form form) { return form == Form::OpSplit || form == Form::OpClassic; }
+
+py::object quantizer_object(const Quantizer* quantizer) {
+  const auto* own = dynamic_cast<const PythonQuantizer*>(quantizer);
+  return own != nullptr ? own->object() : py::object(py::none());
+}
+
+py::dict kwargs_of(const OpArgs& args) {
+  if (args.kwargs == nullptr || args.kwargs->host == nullptr) return {};
+  return py::reinterpret_borrow<py::dict>(held(args.kwargs->host));
+}
+
+py::tuple wrap_all(at::ArrayRef<Tensor> tensors) {
+  py::tuple out(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) out[i] = wrap(tensors[i]);
+  return out;
+}
+
+/// The keyword arguments that every forward method is given.
+py::dict forward_kwargs(Form form, ArgsList args) {
+  py::dict out;
+  out["prev_op_grad_output_quantizer"] =
+      quantizer_object(args.front().prev_op_grad_output_quantizer);
+  out["next_op_input_quantizer"] = quantizer_object(args.back().next_op_input_quantizer);
+  const bool split = form == Form::OpSplit || form == Form::FuserSplit;
+  if (is_op_form(form)) {
+    if (split) out["requires_grad"] = args.front().requires_grad.op;
+    for (const auto& [name, value] : kwargs_of(args.front())) out[name] = value;
+    return out;
+  }
+  py::list extra_inputs;
+  py::list kwargs;
+  py::list requires_grad;
+  for (const OpArgs& op : args) {
+    extra_inputs.append(wrap_all(op.extra_inputs));
+    kwargs.append(kwargs_of(op));
+    requires_grad.append(op.requires_grad.op);
+  }
+  out["basic_op_extra_inputs"] = extra_inputs;
+  out["basic_op_kwargs"] = kwargs;
+  if (split) out["requires_grad"] = requires_grad;
+  return out;
+}
+
+py::list context_list(CtxList ctxs) {
+  py::list out;
+  for (OperationContext* ctx : ctxs) out.append(py::cast(share(*ctx)));
+  return out;
+}
+
+std::vector<py::object> tuple_of(const FusibleOperation& op, const char* method,
+                                 const py::object& result, size_t least, size_t most) {
+  LIGATURE_CHECK_TYPE(py::isinstance<py::tuple>(result), "[", op.label(), "] ", method,
+                      " must return a tuple, got ",
+                      py::str(py::type::of(result)).cast<std::string>());
+  std::vector<py::object> items;
+  for (const auto& item : result) items.push_back(py::reinterpret_borrow<py::object>(item));
+  LIGATURE_CHECK(items.size() >= least && items.size() <= most, "[", op.label(), "] ", method,
+                 " must return ", least, most == least ? "" : " or " + std::to_string(most),
+                 " results, got ", items.size());
+  return items;
+}
+
+std::vector<py::object> list_of(const FusibleOperation& op, const char* what,
+                                const py::handle& result, size_t count) {
+  std::vector<py::object> items;
+  for (const auto& item : result) items.push_back(py::reinterpret_borrow<py::object>(item));
+  LIGATURE_CHECK(items.size() == count, "[", op.label(), "] ", what, " must be a list with ", count,
+                 " entries, one per basic operation, got ", items.size());
+  return items;
+}
+
+bool aliases(const Tensor& a, const Tensor& b) {
+  return a.defined() && b.defined() &&
+         (a.is_same(b) || (a.has_storage() && b.has_storage() &&
+                           a.storage().is_alias_of(b.storage()) && a.numel() > 0));
+}
+
+void check_fresh(const FusibleOperation& op, const Tensor& kept, const Value& input,
+                 ArgsList args) {
+  bool alias = !input.is_quantized() && aliases(kept, input.tensor());
+  for (const OpArgs& basic : args) {
+    for (const Tensor& t : basic.params) alias = alias || aliases(kept, t);
+    for (const Tensor& t : basic.extra_inputs) alias = alias || aliases(kept, t);
+  }
+  LIGATURE_CHECK_STATE(
+      !alias, "[", op.label(),
+      "] the compute half of its forward returned an input (or a view of one) to be "
+      "saved; save it by name in the other half, with ctx.save_for_backward");
+}
+
+Kept kept_from(const FusibleOperation& op, const py::handle& tensors, const py::handle& state,
+               const Value& input, ArgsList args) {
+  Kept kept;
+  for (const Tensor& t : unwrap_list(tensors, "[" + op.label() + "] a tensor to save")) {
+    check_fresh(op, t, input, args);
+    kept.tensors.emplace_back(t);
+  }
+  if (state && !state.is_none()) {
+    kept.state = state_from_dict(py::reinterpret_borrow<py::dict>(state), "state to keep");
+  }
+  return kept;
+}
+
+}  // namespace
+
+FuserForwardResult GuestCalls::call_compute(const FusibleOperation& op, const Value& input,
+                                            ArgsList args) {
+  return with_python([&] {
+    const py::handle self = object_of(op);
+    FuserForwardResult out;
+    if (form_ == Form::OpSplit) {
+      const auto items = tuple_of(
+          op, "op_forward_compute",
+          self.attr("op_forward_compute")(wrap(input), **forward_kwargs(form_, args)), 2, 3);
+      out.output = unwrap(items[0], "[" + op.label() + "] the output");
+      out.extra_outputs.resize(1);
+      out.kept.push_back(
+          kept_from(op, items[1], items.size() > 2 ? items[2] : py::object(), input, args));
+      return out;
+    }
+    LIGATURE_CHECK_STATE(form_ == Form::FuserSplit, "[", op.label(), "] has no split forward");
+    const auto items = tuple_of(
+        op, "fuser_forward_compute",
+        self.attr("fuser_forward_compute")(wrap(input), **forward_kwargs(form_, args)), 3, 4);
+    out.output = unwrap(items[0], "[" + op.label() + "] the output");
+    for (const auto& extra : list_of(op, "extra outputs", items[1], args.size())) {
+      out.extra_outputs.push_back(unwrap_list(extra, "[" + op.label() + "] an extra output"));
+    }
+    const auto tensors = list_of(op, "tensors to save", items[2], args.size());
+    std::vector<py::object> states(args.size());
+    if (items.size() > 3) states = list_of(op, "state to keep", items[3], args.size());
+    for (size_t k = 0; k < args.size(); ++k) {
+      out.kept.push_back(kept_from(op, tensors[k], states[k], input, args));
+    }
+    return out;
+  });
+}
+
+void GuestCalls::call_save_ctx(const FusibleOperation& op, CtxList ctxs, const Value& input,
+                               FuserForwardResult& result, ArgsList args) {
+  with_python([&] {
+    const py::handle self = object_of(op);
+    py::list tensors;
+    for (size_t k = 0; k < ctxs.size(); ++k) {
+      ctxs[k]->state = result.kept[k].state;
+      py::tuple kept(result.kept[k].tensors.size());
+      for (size_t i = 0; i < kept.size(); ++i) kept[i] = wrap(result.kept[k].tensors[i]);
+      tensors.append(kept);
+    }
+    if (form_ == Form::OpSplit) {
+      self.attr("op_forward_save_ctx")(py::cast(share(*ctxs[0])), wrap(input), tensors[0],
+                                       **forward_kwargs(form_, args));
+    } else {
+      self.attr("fuser_forward_save_ctx")(context_list(ctxs), wrap(input), tensors,
+                                          **forward_kwargs(form_, args));
+    }
+  });
+}
+
+FuserForwardResult GuestCalls::call_forward(FusibleOperation& op, CtxList ctxs, const Value& input,
+                                            ArgsList args) {
+  if (form_ == Form::OpSplit || form_ == Form::FuserSplit) {
+    return op.FusibleOperation::fuser_forward(ctxs, input, args);
+  }
+  LIGATURE_CHECK_STATE(form_ != Form::None, "[", op.label(), "] has no forward pass");
+  return with_python([&] {
+    const py::handle self = object_of(op);
+    FuserForwardResult out;
+    if (form_ == Form::OpClassic) {
+      out.output = unwrap(self.attr("op_forward")(py::cast(share(*ctxs[0])), wrap(input),
+                                                  **forward_kwargs(form_, args)),
+                          "[" + op.label() + "] the output");
+      out.extra_outputs.resize(1);
+    } else {
+      const auto items = tuple_of(op, "fuser_forward",
+                                  self.attr("fuser_forward")(context_list(ctxs), wrap(input),
+                                                             **forward_kwargs(form_, args)),
+                                  2, 2);
+      out.output = unwrap(items[0], "[" + op.label() + "] the output");
+      for (const auto& extra : list_of(op, "extra outputs", items[1], args.size())) {
+        out.extra_outputs.push_back(unwrap_list(extra, "[" + op.label() + "] an extra output"));
+      }
+    }
+    // What is not needed is not kept, whatever the method saved.
+    for (size_t k = 0; k < ctxs.size(); ++k) {
+      if (!args[k].requires_grad.op) ctxs[k]->save_for_backward({});
+    }
+    return out;
+  });
+}
+
+FuserBackwardResult GuestCalls::call_backward(const FusibleOperation& op, CtxList ctxs,
+                                              const Value& grad_output,
+                                              GradList grad_extra_outputs) {
+  return with_python([&] {
+    const py::handle self = object_of(op);
+    FuserBackwardResult out;
+    const std::string what = "[" + op.label() + "] a gradient";
+    if (is_op_form(form_)) {
+      const auto items =
+          tuple_of(op, "op_backward",
+                   self.attr("op_backward")(py::cast(share(*ctxs[0])), wrap(grad_output)), 2, 2);
+      out.grad_input = unwrap(items[0], what);
+      out.grad_params.push_back(unwrap_list(items[1], what));
+      out.grad_extra_inputs.resize(1);
+      return out;
+    }
+    py::list grads;
+    for (const auto& per_op : grad_extra_outputs) grads.append(wrap_all(per_op));
+    const auto items =
+        tuple_of(op, "fuser_backward",
+                 self.attr("fuser_backward")(context_list(ctxs), wrap(grad_output),
+                                             py::arg("basic_op_grad_extra_outputs") = grads),
+                 3, 3);
+    out.grad_input = unwrap(items[0], what);
+    for (const auto& item : list_of(op, "parameter gradients", items[1], ctxs.size())) {
+      out.grad_params.push_back(unwrap_list(item, what));
+    }
+    for (const auto& item : list_of(op, "extra input gradients", items[2], ctxs.size())) {
+      out.grad_extra_inputs.push_back(unwrap_list(item, what));
+    }
+    return out;
+  });
+}
+
+void GuestCalls::call_pre(const FusibleOperation& op, const char* method, const py::dict& kwargs) {
+  object_of(op).attr(method)(**kwargs);
+}
+
+const Quantizer* GuestCalls::call_quantizer(const FusibleOperation& op, const char* method,
+                                            std::unique_ptr<PythonQuantizer>& slot) {
+  if (!has_quantizers_) return nullptr;
+  return with_python([&]() -> const Quantizer* {
+    py::object quantizer = object_of(op).attr(method)();
+    slot = quantizer.is_none() ? nullptr : std::make_unique<PythonQuantizer>(quantizer);
+    return slot.get();
+  });
+}
+
+void GuestOperation::pre_first_fuser_forward() {
+  if (has_pre_forward_) with_python([&] { call_pre(*this, "pre_first_fuser_forward", {}); });
+}
+
+void GuestOperation::pre_fuser_forward(bool requires_grad) {
+  if (!has_pre_forward_) return;
+  with_python([&] {
+    py::dict kwargs;
+    kwargs["requires_grad"] = requires_grad;
+    call_pre(*this, "pre_fuser_forward", kwargs);
+  });
+}
+
+const Quantizer* GuestOperation::get_input_quantizer() {
+  return call_quantizer(*this, "get_input_quantizer", input_quantizer_);
+}
+
+const Quantizer* GuestOperation::get_grad_output_quantizer() {
+  return call_quantizer(*this, "get_grad_output_quantizer", grad_output_quantizer_);
+}
+
+void bind_guests(py::module_& m) {
+  py::class_<GuestOperation, BasicOperation, std::shared_ptr<GuestOperation>>(m, "GuestOperation")
+      .def(py::init([](std::string name, const std::string& form, bool has_pre_forward,
+                       bool has_quantizers) {
+             return std::make_shared<GuestOperation>(std::move(name), form_from_string(form),
+                                                     has_pre_forward, has_quantizers);
+           }),
+           py::arg("name"), py::arg("form"), py::arg("has_pre_forward"), py::arg("has_quantizers"))
+      .def("set_num_extra", &GuestOperation::set_num_extra);
+  py::class_<GuestFusedOperation, FusibleOperation, std::shared_ptr<GuestFusedOperation>>(
+      m, "GuestFusedOperation")
+      .def(py::init([](std::string name, const py::handle& ops, const std::string& form,
+                       bool internal_channels) {
+             return std::make_shared<GuestFusedOperation>(
+                 name, operations_of(ops, "[" + name + "] basic_ops"), form_from_string(form),
+                 internal_channels);
+           }),
+           py::arg("name"), py::arg("ops"), py::arg("form"), py::arg("internal_channels"));
+}
+
+}  // namespace ligature::python

@@ -1,0 +1,116 @@
+// Operations written in Python, as guests among those written in C++: each calls the methods of its
+// Python object and holds the GIL only for that.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "host.h"
+
+namespace ligature::python {
+
+/// Which methods a Python class defines for its forward.
+enum class Form { OpSplit, OpClassic, FuserSplit, FuserClassic, None };
+Form form_from_string(const std::string& name);
+
+class PythonQuantizer : public Quantizer {
+ public:
+  explicit PythonQuantizer(py::object quantizer) : quantizer_(hold(std::move(quantizer))) {}
+  std::string format() const override;
+  std::shared_ptr<QuantizedTensor> quantize(const at::Tensor& x) const override;
+  py::object object() const { return py::reinterpret_borrow<py::object>(held(quantizer_)); }
+
+ private:
+  std::shared_ptr<void> quantizer_;
+};
+
+/// The calls that basic and fused guests have in common.
+class GuestCalls {
+ public:
+  GuestCalls(Form form, bool has_pre_forward, bool has_quantizers)
+      : form_(form), has_pre_forward_(has_pre_forward), has_quantizers_(has_quantizers) {}
+
+ protected:
+  FuserForwardResult call_compute(const FusibleOperation& op, const Value& input, ArgsList args);
+  void call_save_ctx(const FusibleOperation& op, CtxList ctxs, const Value& input,
+                     FuserForwardResult& result, ArgsList args);
+  FuserForwardResult call_forward(FusibleOperation& op, CtxList ctxs, const Value& input,
+                                  ArgsList args);
+  FuserBackwardResult call_backward(const FusibleOperation& op, CtxList ctxs,
+                                    const Value& grad_output, GradList grad_extra_outputs);
+  const Quantizer* call_quantizer(const FusibleOperation& op, const char* method,
+                                  std::unique_ptr<PythonQuantizer>& slot);
+  void call_pre(const FusibleOperation& op, const char* method, const py::dict& kwargs);
+
+  Form form_;
+  bool has_pre_forward_;
+  bool has_quantizers_;
+};
+
+class GuestOperation : public BasicOperation, public GuestCalls {
+ public:
+  GuestOperation(std::string name, Form form, bool has_pre_forward, bool has_quantizers)
+      : BasicOperation(std::move(name)), GuestCalls(form, has_pre_forward, has_quantizers) {}
+
+  bool is_guest() const override { return true; }
+  size_t num_extra_inputs() const override { return num_extra_inputs_; }
+  size_t num_extra_outputs() const override { return num_extra_outputs_; }
+  void set_num_extra(size_t inputs, size_t outputs) {
+    num_extra_inputs_ = inputs;
+    num_extra_outputs_ = outputs;
+  }
+  void pre_first_fuser_forward() override;
+  void pre_fuser_forward(bool requires_grad) override;
+  const Quantizer* get_input_quantizer() override;
+  const Quantizer* get_grad_output_quantizer() override;
+  FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override {
+    return call_compute(*this, input, args);
+  }
+  void fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult& result,
+                              ArgsList args) override {
+    call_save_ctx(*this, ctxs, input, result, args);
+  }
+  FuserForwardResult fuser_forward(CtxList ctxs, const Value& input, ArgsList args) override {
+    return call_forward(*this, ctxs, input, args);
+  }
+  FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
+                                     GradList grad_extra_outputs) override {
+    return call_backward(*this, ctxs, grad_output, grad_extra_outputs);
+  }
+
+ private:
+  size_t num_extra_inputs_ = 0;
+  size_t num_extra_outputs_ = 0;
+  std::unique_ptr<PythonQuantizer> input_quantizer_;
+  std::unique_ptr<PythonQuantizer> grad_output_quantizer_;
+};
+
+class GuestFusedOperation : public FusedOperation, public GuestCalls {
+ public:
+  GuestFusedOperation(std::string name, const OpList& ops, Form form, bool internal_channels)
+      : FusedOperation(std::move(name), ops),
+        GuestCalls(form, false, false),
+        internal_channels_(internal_channels) {}
+
+  bool is_guest() const override { return true; }
+  bool handles_internal_channels() const override { return internal_channels_; }
+  FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override {
+    return call_compute(*this, input, args);
+  }
+  void fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult& result,
+                              ArgsList args) override {
+    call_save_ctx(*this, ctxs, input, result, args);
+  }
+  FuserForwardResult fuser_forward(CtxList ctxs, const Value& input, ArgsList args) override {
+    return call_forward(*this, ctxs, input, args);
+  }
+  FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
+                                     GradList grad_extra_outputs) override {
+    return call_backward(*this, ctxs, grad_output, grad_extra_outputs);
+  }
+
+ private:
+  bool internal_channels_;
+};
+
+}  // namespace ligature::python

@@ -1,0 +1,54 @@
+// Operations as Python objects and back, and the parameters of Python modules.
+#pragma once
+
+#include <torch/csrc/Exceptions.h>
+
+#include <string>
+#include <vector>
+
+#include "ligature/fuser/fuser.h"
+#include "plain.h"
+
+namespace ligature::python {
+
+/// The Python object that stands for an operation. A fused operation made in C++ gets one on
+/// demand.
+py::object python_of(const OpPtr& op);
+
+/// The operations of a Python list, composites taken apart. The pointers of operations that are
+/// written in Python keep their Python objects alive.
+OpList operations_of(const py::handle& ops, const std::string& what);
+
+/// Runs Python code from C++: takes the GIL, and turns a Python exception into one that autograd
+/// and C++ can carry.
+template <class F>
+auto with_python(F&& function) {
+  py::gil_scoped_acquire gil;
+  try {
+    return function();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error carried;
+    carried.persist();
+    throw std::move(carried);
+  }
+}
+
+/// Reads what one basic operation computes with from its Python module, on every call.
+class ParameterSource {
+ public:
+  ParameterSource(const py::handle& module, const BasicOperation& op);
+  void collect(std::vector<Tensor>& out) const;
+  bool training() const;
+
+ private:
+  void collect_guest(std::vector<Tensor>& out) const;
+
+  py::handle owner_;  // not owned: the fuser or the caller keeps it
+  std::vector<py::object> names_;
+  std::string label_;
+  bool guest_ = false;
+  bool uses_training_ = false;
+};
+
+}  // namespace ligature::python

@@ -1,0 +1,28 @@
+// The module ligature._C.
+#include <torch/csrc/Exceptions.h>
+
+#include "bindings.h"
+#include "ligature/version.h"
+
+PYBIND11_MODULE(_C, m) {
+  namespace py = pybind11;
+  m.doc() = "The C++ core of Ligature.";
+  m.attr("__version__") = ligature::version();
+  // Errors of torch and of Ligature become the Python exceptions that torch itself would raise.
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    if (!error) return;
+    try {
+      std::rethrow_exception(error);
+    } catch (python_error& e) {
+      e.restore();
+    } catch (const c10::Error&) {
+      torch::translate_exception_to_python(error);
+    }
+  });
+  using namespace ligature::python;
+  bind_context(m);
+  bind_operations(m);
+  bind_guests(m);
+  bind_registry(m);
+  bind_fuser(m);
+}

@@ -1,0 +1,234 @@
+// Operations written in C++, as the handles that Python's modules hold, and their methods for
+// Python code that calls them (a fused operation in Python may run its basic operations' halves).
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/Device.h>
+
+#include "bindings.h"
+#include "host.h"
+#include "ligature/fused/builtin_fusions.h"
+#include "ligature/fuser/builtin_scope.h"
+#include "ligature/ops/basic_linear.h"
+
+namespace ligature::python {
+namespace {
+
+/// Arguments of one basic operation, read from its Python module, for a call outside a fuser.
+struct DirectArgs {
+  std::vector<Tensor> params;
+  std::vector<Tensor> extra_inputs;
+  OpArgs args;
+
+  DirectArgs(const BasicOperation& op, const py::handle& module, bool requires_grad,
+             const py::handle& extras) {
+    ParameterSource source(module, op);
+    source.collect(params);
+    extra_inputs = unwrap_list(extras, "[" + op.label() + "] an extra input");
+    args.params = params;
+    args.extra_inputs = extra_inputs;
+    args.training = source.training();
+    args.requires_grad.op = requires_grad;
+    args.requires_grad.input = requires_grad;
+    for (size_t i = 0; i < params.size(); ++i) {
+      if (requires_grad && params[i].requires_grad()) args.requires_grad.params |= uint64_t{1} << i;
+    }
+    for (size_t i = 0; i < extra_inputs.size(); ++i) {
+      if (requires_grad && extra_inputs[i].requires_grad()) {
+        args.requires_grad.extra_inputs |= uint64_t{1} << i;
+      }
+    }
+  }
+};
+
+py::tuple wrap_values(const std::vector<Value>& values) {
+  py::tuple out(values.size());
+  for (size_t i = 0; i < values.size(); ++i) out[i] = wrap(values[i]);
+  return out;
+}
+
+py::tuple wrap_tensors(const std::vector<Tensor>& tensors) {
+  py::tuple out(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) out[i] = wrap(tensors[i]);
+  return out;
+}
+
+py::list wrap_lists(const std::vector<std::vector<Tensor>>& lists) {
+  py::list out;
+  for (const auto& list : lists) out.append(wrap_tensors(list));
+  return out;
+}
+
+Value input_value(const FusibleOperation& op, const py::handle& input) {
+  return unwrap(input, "[" + op.label() + "] input");
+}
+
+py::tuple op_forward_compute(BasicOperation& op, const py::handle& module, const py::handle& input,
+                             bool requires_grad) {
+  DirectArgs direct(op, module, requires_grad, py::none());
+  const Value x = input_value(op, input);
+  op.infer({ValueMeta::of(x), direct.params, {}, direct.args.training, std::nullopt});
+  at::NoGradGuard no_grad;
+  StepScope scope(op);
+  OpForwardResult result = op.op_forward_compute(x, direct.args);
+  return py::make_tuple(wrap(result.output), wrap_values(result.kept.tensors));
+}
+
+void op_forward_save_ctx(BasicOperation& op, const py::handle& module, OperationContext& ctx,
+                         const py::handle& input, const py::handle& tensors, bool requires_grad) {
+  DirectArgs direct(op, module, requires_grad, py::none());
+  Kept kept;
+  for (const Tensor& t : unwrap_list(tensors, "a tensor to save")) kept.tensors.emplace_back(t);
+  ctx.requires_grad = direct.args.requires_grad;
+  if (requires_grad) op.op_forward_save_ctx(ctx, input_value(op, input), kept, direct.args);
+}
+
+py::tuple op_backward(BasicOperation& op, OperationContext& ctx, const py::handle& grad_output) {
+  at::NoGradGuard no_grad;
+  StepScope scope(op);
+  OpBackwardResult result = op.op_backward(ctx, input_value(op, grad_output));
+  return py::make_tuple(wrap(result.grad_input), wrap_tensors(result.grad_params));
+}
+
+std::vector<OperationContext*> context_pointers(const py::handle& ctxs) {
+  std::vector<OperationContext*> out;
+  for (const auto& ctx : ctxs) out.push_back(ctx.cast<OperationContext*>());
+  return out;
+}
+
+py::tuple fuser_forward(const OpPtr& op, const py::handle& modules, const py::handle& ctxs,
+                        const py::handle& input, const py::handle& extra_inputs) {
+  std::vector<DirectArgs> direct;
+  std::vector<OpArgs> args;
+  const auto basic_ops = op->basic_ops();
+  const auto contexts = context_pointers(ctxs);
+  py::list module_list(py::reinterpret_borrow<py::object>(modules));
+  py::list extra_list(py::reinterpret_borrow<py::object>(extra_inputs));
+  LIGATURE_CHECK(module_list.size() == basic_ops.size() && extra_list.size() == basic_ops.size() &&
+                     contexts.size() == basic_ops.size(),
+                 "[", op->label(), "] wants contexts and extra inputs for ", basic_ops.size(),
+                 " basic operations, got ", contexts.size(), " and ", extra_list.size());
+  direct.reserve(basic_ops.size());
+  for (size_t i = 0; i < basic_ops.size(); ++i) {
+    direct.emplace_back(*basic_ops[i], module_list[i], contexts[i]->requires_grad.op,
+                        extra_list[i]);
+    contexts[i]->requires_grad = direct.back().args.requires_grad;
+    args.push_back(direct.back().args);
+  }
+  const Value x = input_value(*op, input);
+  at::NoGradGuard no_grad;
+  StepScope scope(*op);
+  FuserForwardResult result = op->fuser_forward(contexts, x, args);
+  return py::make_tuple(wrap(result.output), wrap_lists(result.extra_outputs));
+}
+
+py::tuple fuser_backward(const OpPtr& op, const py::handle& ctxs, const py::handle& grad_output,
+                         const py::handle& grad_extra_outputs) {
+  std::vector<std::vector<Tensor>> grads;
+  for (const auto& item : grad_extra_outputs) grads.push_back(unwrap_list(item, "a gradient"));
+  at::NoGradGuard no_grad;
+  StepScope scope(*op);
+  FuserBackwardResult result =
+      op->fuser_backward(context_pointers(ctxs), input_value(*op, grad_output), grads);
+  return py::make_tuple(wrap(result.grad_input), wrap_lists(result.grad_params),
+                        wrap_lists(result.grad_extra_inputs));
+}
+
+py::list parameters_of(const BasicOperation& op) {
+  py::list out;
+  for (const auto& item : op.own_parameters()) {
+    out.append(py::make_tuple(item.key(), py::tuple(py::cast(item.value().sizes().vec()))));
+  }
+  return out;
+}
+
+/// The built-in fusion of this name over just these operations.
+OpPtr make_fused(const std::string& name, const py::handle& ops) {
+  const OpList given = operations_of(ops, "[" + name + "] basic_ops");
+  PlanOptions options;
+  options.recompute = Recompute::Cheap;
+  for (Pass pass : {Pass::Joint, Pass::Forward, Pass::Backward}) {
+    for (const FusionRule& rule : builtin_fusions(pass)) {
+      if (rule.name != name) continue;
+      std::vector<Consideration> considered;
+      const OpList fused = apply_rule(rule, given, options, &considered);
+      const bool whole = fused.size() == 1 && fused[0]->is_fused_op();
+      LIGATURE_CHECK(
+          whole, "[", name, "] cannot stand for ", describe(given), ": ",
+          considered.empty() ? "the first operation does not match" : considered.front().reason);
+      return fused[0];
+    }
+  }
+  LIGATURE_CHECK(false, "there is no built-in fusion named '", name, "'");
+}
+
+MainGrad find_main_grad(const BasicOperation&, const Tensor& parameter) {
+  return with_python([&] {
+    MainGrad found;
+    py::object param = wrap(parameter);
+    if (!py::hasattr(param, "main_grad")) return found;
+    found.buffer = unwrap(param.attr("main_grad"), "main_grad");
+    found.overwrite = py::getattr(param, "overwrite_main_grad", py::bool_(false)).cast<bool>();
+    if (py::hasattr(param, "grad_added_to_main_grad")) {
+      param.attr("grad_added_to_main_grad") = true;
+      found.return_placeholder = true;
+    }
+    return found;
+  });
+}
+
+}  // namespace
+
+void bind_operations(py::module_& m) {
+  py::class_<FusibleOperation, std::shared_ptr<FusibleOperation>>(m, "Operation")
+      .def_property_readonly("name", [](const FusibleOperation& op) { return op.name(); })
+      .def_property_readonly("is_fused_op", &FusibleOperation::is_fused_op)
+      .def("bind", [](FusibleOperation& op, const py::handle& host) { op.host = host.ptr(); })
+      .def("basic_op_objects", [](const OpPtr& op) {
+        py::list out;
+        for (const auto& basic : op->basic_ops()) out.append(python_of(basic));
+        return out;
+      });
+  py::class_<BasicOperation, FusibleOperation, std::shared_ptr<BasicOperation>>(m, "BasicOperation")
+      .def_property("label", &BasicOperation::label, &BasicOperation::set_label)
+      .def_property_readonly("num_extra_inputs", &BasicOperation::num_extra_inputs)
+      .def_property_readonly("num_extra_outputs", &BasicOperation::num_extra_outputs)
+      .def_property_readonly("parameters", &parameters_of)
+      .def("options", [](const BasicOperation& op) { return dict_from_state(op.options_state()); })
+      .def("get_option",
+           [](const BasicOperation& op, const std::string& name) {
+             const PlainState options = op.options_state();
+             const PlainValue* value = options.find(name);
+             if (value == nullptr) throw py::attribute_error(op.name() + " has no option " + name);
+             return from_plain(*value);
+           })
+      .def("set_option",
+           [](BasicOperation& op, const std::string& name, const py::handle& value) {
+             auto plain = to_plain(value);
+             LIGATURE_CHECK_TYPE(plain.has_value(), "[", op.label(), "] option '", name,
+                                 "' cannot be ", py::repr(value).cast<std::string>());
+             op.set_option(name, *plain);
+           })
+      .def("initialize_parameter",
+           [](BasicOperation& op, const std::string& name, Tensor parameter) {
+             at::NoGradGuard no_grad;
+             op.initialize_parameter(name, parameter);
+           })
+      .def("set_extra_input_channel", &BasicOperation::set_extra_input_channel)
+      .def("set_extra_output_channel", &BasicOperation::set_extra_output_channel)
+      .def("extra_input_channel", &BasicOperation::extra_input_channel)
+      .def("extra_output_channel", &BasicOperation::extra_output_channel)
+      .def("extra_output_to_caller", &BasicOperation::extra_output_to_caller)
+      .def("op_forward_compute", &op_forward_compute)
+      .def("op_forward_save_ctx", &op_forward_save_ctx)
+      .def("op_backward", &op_backward);
+
+  m.def("make_operation", [](const std::string& name, const py::dict& options) {
+    return make_operation(name, state_from_dict(options, "option"));
+  });
+  m.def("operation_names", &operation_names);
+  m.def("make_fused", &make_fused);
+  m.def("fuser_forward", &fuser_forward);
+  m.def("fuser_backward", &fuser_backward);
+  set_main_grad_lookup(&find_main_grad);
+}
+
+}  // namespace ligature::python

@@ -1,0 +1,279 @@
+// The fuser's core: plans, registration, gradients through one node, custom operations in C++.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "ligature/ligature.h"
+#include "tolerance.h"
+
+namespace ligature {
+namespace {
+
+std::vector<std::string> names(const std::vector<PlanStep>& steps) {
+  std::vector<std::string> out;
+  for (const auto& step : steps) out.push_back(step.op->name());
+  return out;
+}
+
+using Names = std::vector<std::string>;
+
+Tensor torch_mlp(const Tensor& x, const std::vector<Tensor>& p) {
+  Tensor h = torch::linear(torch::layer_norm(x, {x.size(-1)}, p[0], p[1], 1e-5), p[2], p[3]);
+  auto halves = h.chunk(2, -1);
+  return torch::linear(torch::silu(halves[0]) * halves[1], p[4], p[5]);
+}
+
+struct Mlp {
+  Mlp() {
+    torch::manual_seed(1);
+    norm = LayerNorm(LayerNormOptions(8));
+    fc1 = Linear(8, 24);
+    act = SwiGLU();
+    fc2 = Linear(12, 8);
+    for (auto& module : modules()) module->to(torch::kFloat64);
+  }
+  OpList ops() const { return {norm.ptr(), fc1.ptr(), act.ptr(), fc2.ptr()}; }
+  std::vector<std::shared_ptr<torch::nn::Module>> modules() const {
+    return {norm.ptr(), fc1.ptr(), act.ptr(), fc2.ptr()};
+  }
+  std::vector<Tensor> parameters() const {
+    std::vector<Tensor> out;
+    for (const auto& module : modules()) {
+      for (const auto& p : module->parameters()) out.push_back(p);
+    }
+    return out;
+  }
+  LayerNorm norm{nullptr};
+  Linear fc1{nullptr};
+  SwiGLU act{nullptr};
+  Linear fc2{nullptr};
+};
+
+TEST(Fuser, MatchesTorchForwardAndBackward) {
+  Mlp mlp;
+  OperationFuser fuser(mlp.ops());
+  Tensor x = torch::randn({3, 5, 8}, torch::kFloat64).requires_grad_();
+  Tensor y = fuser(x)[0];
+  Tensor reference = torch_mlp(x, mlp.parameters());
+  expect_close(y, reference, "y");
+  Tensor dy = torch::randn_like(y);
+  auto inputs = mlp.parameters();
+  inputs.push_back(x);
+  auto expected = torch::autograd::grad({reference}, inputs, {dy});
+  auto actual = torch::autograd::grad({y}, inputs, {dy});
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    expect_close(actual[i], expected[i], "gradient " + std::to_string(i));
+  }
+}
+
+TEST(Fuser, PlanGroupsDifferentlyInForwardAndBackward) {
+  Mlp mlp;
+  OperationFuser fuser(mlp.ops());
+  EXPECT_EQ(fuser.plan(), nullptr);
+  fuser(torch::randn({2, 8}, torch::kFloat64).requires_grad_());
+  EXPECT_EQ(names(fuser.plan()->forward),
+            (Names{"LayerNorm", "ForwardLinearBiasActivation", "BasicLinear", "Bias"}));
+  EXPECT_EQ(names(fuser.plan()->backward),
+            (Names{"LayerNorm", "BasicLinear", "BackwardActivationBias", "BasicLinear", "Bias"}));
+}
+
+TEST(Fuser, PlansAreCachedPerSituation) {
+  Mlp mlp;
+  OperationFuser fuser(mlp.ops());
+  Tensor x = torch::randn({2, 8}, torch::kFloat64);
+  fuser(x);
+  auto first = fuser.plan();
+  {
+    torch::NoGradGuard no_grad;
+    fuser(x);
+  }
+  EXPECT_NE(fuser.plan(), first);
+  fuser(x);
+  EXPECT_EQ(fuser.plan(), first);
+}
+
+TEST(Registry, FunctionsRunOncePerPlanAndHandlesUnregister) {
+  Mlp mlp;
+  OperationFuser fuser(mlp.ops());
+  Tensor x = torch::randn({2, 8}, torch::kFloat64);
+  int calls = 0;
+  FusionHandle handle =
+      register_forward_fusion(FusionFunction{"count", [&](const OpList& ops, const PlanOptions&) {
+                                               ++calls;
+                                               return ops;
+                                             }});
+  fuser(x);
+  fuser(x);
+  EXPECT_EQ(calls, 1);
+  EXPECT_TRUE(handle.registered());
+  handle.unregister();
+  handle.unregister();
+  EXPECT_FALSE(handle.registered());
+  fuser(x);
+  EXPECT_EQ(calls, 1);
+}
+
+TEST(Registry, AResultThatIsNotTheSameOperationsNamesBothLists) {
+  Mlp mlp;
+  OperationFuser fuser(mlp.ops());
+  FusionHandle handle =
+      register_backward_fusion(FusionFunction{"drop", [](const OpList& ops, const PlanOptions&) {
+                                                return OpList(ops.begin(), ops.end() - 1);
+                                              }});
+  try {
+    fuser(torch::randn({2, 8}, torch::kFloat64));
+    ADD_FAILURE() << "no error";
+  } catch (const c10::Error& error) {
+    const std::string message = error.what();
+    EXPECT_NE(message.find("[LayerNorm, BasicLinear, Bias, SwiGLU, BasicLinear, Bias]"),
+              std::string::npos);
+    EXPECT_NE(message.find("[LayerNorm, BasicLinear, Bias, SwiGLU, BasicLinear]"),
+              std::string::npos);
+  }
+  handle.unregister();
+  EXPECT_NO_THROW(fuser(torch::randn({2, 8}, torch::kFloat64)));
+}
+
+TEST(Registry, ConsiderationsSayWhyNot) {
+  OperationFuser fuser({Linear(4, 4).ptr(), Dropout(0.1).ptr()});
+  fuser(torch::randn({2, 4}));
+  bool found = false;
+  for (const auto& report : fuser.plan()->reports) {
+    for (const auto& c : report.considered) {
+      if (c.fusion != "ForwardLinearBiasActivation") continue;
+      found = true;
+      EXPECT_NE(c.reason.find("found Dropout"), std::string::npos) << c.reason;
+    }
+  }
+  EXPECT_TRUE(found);
+}
+
+// ---- operations of a user's own
+
+struct NoOptions {
+  template <class F>
+  void fields(F&&) {}
+};
+
+class SquareImpl : public Operation<SquareImpl> {  // split form
+ public:
+  using Options = NoOptions;
+  explicit SquareImpl(Options given = {}) : Operation("Square"), options(given) {}
+  OpForwardResult op_forward_compute(const Value& input, const OpArgs&) override {
+    OpForwardResult result{input.tensor() * input.tensor(), {}};
+    result.kept.state.set("factor", 2.0);
+    return result;
+  }
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept&,
+                           const OpArgs&) override {
+    ctx.save_for_backward({input});
+  }
+  OpBackwardResult op_backward(OperationContext& ctx, const Value& dy) override {
+    return {dy.tensor() * ctx.state.get<double>("factor") * ctx.saved_tensor(0), {}};
+  }
+  Options options;
+};
+
+class LearnableScaleImpl : public Operation<LearnableScaleImpl> {  // classic form
+ public:
+  using Options = NoOptions;
+  explicit LearnableScaleImpl(Options given = {}) : Operation("LearnableScale"), options(given) {
+    register_parameter("scale", torch::tensor(3.0, torch::kFloat64));
+  }
+  Value op_forward(OperationContext& ctx, const Value& input, const OpArgs& args) override {
+    ctx.save_for_backward({input, args.params[0]});
+    return input.tensor() * args.params[0];
+  }
+  OpBackwardResult op_backward(OperationContext& ctx, const Value& dy) override {
+    return {dy.tensor() * ctx.saved_tensor(1), {(dy.tensor() * ctx.saved_tensor(0)).sum()}};
+  }
+  Options options;
+};
+
+TEST(CustomOperation, BothFormsBesideBuiltIns) {
+  auto scale = std::make_shared<LearnableScaleImpl>();
+  auto square = std::make_shared<SquareImpl>();
+  SiLU silu;
+  OperationFuser fuser({scale, square, silu.ptr()});
+  Tensor x = torch::randn({3, 4}, torch::kFloat64).requires_grad_();
+  Tensor s = scale->parameters()[0];
+  Tensor y = fuser(x)[0];
+  Tensor reference = torch::silu((x * s) * (x * s));
+  expect_close(y, reference, "y");
+  auto expected = torch::autograd::grad({reference.sum()}, {x, s});
+  auto actual = torch::autograd::grad({y.sum()}, {x, s});
+  expect_close(actual[0], expected[0], "dx");
+  expect_close(actual[1], expected[1], "ds");
+}
+
+TEST(CustomOperation, BadContextIsAnError) {
+  class Forgetful : public Operation<Forgetful> {
+   public:
+    using Options = NoOptions;
+    explicit Forgetful(Options given = {}) : Operation("Forgetful"), options(given) {}
+    Value op_forward(OperationContext&, const Value& input, const OpArgs&) override {
+      return input.tensor() + 1;
+    }
+    OpBackwardResult op_backward(OperationContext& ctx, const Value&) override {
+      return {ctx.saved_tensor(0), {}};
+    }
+    Options options;
+  };
+  OperationFuser fuser({std::make_shared<Forgetful>()});
+  Tensor y = fuser(torch::ones({2}).requires_grad_())[0];
+  EXPECT_THROW(y.sum().backward(), c10::Error);
+}
+
+// A joint rule as data: fuses a scale and a square, saves only the input.
+class ScaledSquare : public FusedOperation {
+ public:
+  explicit ScaledSquare(const OpList& ops) : FusedOperation("ScaledSquare", ops) {}
+  FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override {
+    FuserForwardResult result;
+    Tensor z = input.tensor() * args[0].params[0];
+    result.output = z * z;
+    result.extra_outputs.resize(2);
+    result.kept.resize(2);
+    return result;
+  }
+  void fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult&,
+                              ArgsList args) override {
+    ctxs[0]->save_for_backward({input, args[0].params[0]});
+  }
+  FuserBackwardResult fuser_backward(CtxList ctxs, const Value& dy, GradList) override {
+    const Tensor& x = ctxs[0]->saved_tensor(0);
+    const Tensor& s = ctxs[0]->saved_tensor(1);
+    FuserBackwardResult result;
+    Tensor dz = dy.tensor() * 2 * x * s;
+    result.grad_input = dz * s;
+    result.grad_params = {{(dz * x).sum()}, {}};
+    result.grad_extra_inputs.resize(2);
+    return result;
+  }
+};
+
+TEST(Registry, JointRuleServesBothDirectionsWithOneInstance) {
+  auto scale = std::make_shared<LearnableScaleImpl>();
+  auto square = std::make_shared<SquareImpl>();
+  OperationFuser fuser({scale, square});
+  FusionRule rule;
+  rule.name = "ScaledSquare";
+  rule.pattern = {of<LearnableScaleImpl>("LearnableScale"), of<SquareImpl>("Square")};
+  rule.make = [](const Match& match) { return std::make_shared<ScaledSquare>(match.ops); };
+  FusionHandle handle = register_forward_backward_fusion(rule);
+  Tensor x = torch::randn({3, 4}, torch::kFloat64).requires_grad_();
+  Tensor s = scale->parameters()[0];
+  Tensor y = fuser(x)[0];
+  ASSERT_EQ(names(fuser.plan()->forward), Names{"ScaledSquare"});
+  EXPECT_EQ(fuser.plan()->forward[0].op, fuser.plan()->backward[0].op);
+  Tensor reference = (x * s) * (x * s);
+  auto expected = torch::autograd::grad({reference.sum()}, {x, s});
+  auto actual = torch::autograd::grad({y.sum()}, {x, s});
+  expect_close(actual[0], expected[0], "dx");
+  expect_close(actual[1], expected[1], "ds");
+  handle.unregister();
+  fuser(x);
+  EXPECT_EQ(names(fuser.plan()->forward), (Names{"LearnableScale", "Square"}));
+}
+
+}  // namespace
+}  // namespace ligature

@@ -1,0 +1,127 @@
+// Quantized values between two steps, neighbours' quantizers, and what the node saves of them.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "ligature/ligature.h"
+#include "tolerance.h"
+
+namespace ligature {
+namespace {
+
+struct NoOptions {
+  template <class F>
+  void fields(F&&) {}
+};
+
+/// Sixteenths in int8 with one scale: exact for the data below.
+class Sixteenths : public QuantizedTensor {
+ public:
+  Sixteenths(Tensor data, Tensor scale) : data_(std::move(data)), scale_(std::move(scale)) {}
+  std::string format() const override { return "sixteenths"; }
+  at::IntArrayRef sizes() const override { return data_.sizes(); }
+  at::ScalarType dtype() const override { return at::kFloat; }
+  at::Device device() const override { return data_.device(); }
+  Tensor dequantize() const override { return data_.to(at::kFloat) * scale_; }
+  std::vector<Tensor> tensors() const override { return {data_, scale_}; }
+  std::shared_ptr<QuantizedTensor> with_tensors(std::vector<Tensor> tensors) const override {
+    return std::make_shared<Sixteenths>(tensors[0], tensors[1]);
+  }
+
+ private:
+  Tensor data_;
+  Tensor scale_;
+};
+
+class SixteenthsQuantizer : public Quantizer {
+ public:
+  std::string format() const override { return "sixteenths"; }
+  std::shared_ptr<QuantizedTensor> quantize(const Tensor& x) const override {
+    Tensor scale = torch::tensor(1.0F / 16, x.options());
+    return std::make_shared<Sixteenths>((x / scale).round().to(at::kChar), scale);
+  }
+};
+
+/// Hands its input on in the format that the next operation asks for.
+class ProducerImpl : public Operation<ProducerImpl> {
+ public:
+  using Options = NoOptions;
+  explicit ProducerImpl(Options given = {}) : Operation("Producer"), options(given) {}
+  OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override {
+    asked = args.next_op_input_quantizer;
+    if (asked == nullptr) return {input.tensor().clone(), {}};
+    return {asked->quantize(input.tensor()), {}};
+  }
+  void op_forward_save_ctx(OperationContext&, const Value&, Kept&, const OpArgs&) override {}
+  OpBackwardResult op_backward(OperationContext&, const Value& dy) override { return {dy, {}}; }
+  Options options;
+  const Quantizer* asked = nullptr;
+};
+
+/// Squares a quantized input, and saves it as it is.
+class ConsumerImpl : public Operation<ConsumerImpl> {
+ public:
+  using Options = NoOptions;
+  explicit ConsumerImpl(Options given = {}) : Operation("Consumer"), options(given) {}
+  const Quantizer* get_input_quantizer() override { return &quantizer; }
+  OpForwardResult op_forward_compute(const Value& input, const OpArgs&) override {
+    was_quantized = input.is_quantized();
+    Tensor x = input.dequantized();
+    return {x * x, {}};
+  }
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept&,
+                           const OpArgs&) override {
+    ctx.save_for_backward({input});
+  }
+  OpBackwardResult op_backward(OperationContext& ctx, const Value& dy) override {
+    saved_quantized = ctx.saved_value(0).is_quantized();
+    return {dy.tensor() * 2 * ctx.saved_value(0).dequantized(), {}};
+  }
+  Options options;
+  SixteenthsQuantizer quantizer;
+  bool was_quantized = false;
+  bool saved_quantized = false;
+};
+
+TEST(Value, QuantizedBetweenTwoStepsAndInTheNode) {
+  auto producer = std::make_shared<ProducerImpl>();
+  auto consumer = std::make_shared<ConsumerImpl>();
+  OperationFuser fuser({producer, consumer});
+  Tensor x = torch::tensor({0.25F, -1.0F, 0.5F}).requires_grad_();
+  Tensor y = fuser(x)[0];
+  EXPECT_EQ(producer->asked, &consumer->quantizer);
+  EXPECT_TRUE(consumer->was_quantized);
+  expect_close(y, (x * x).to(torch::kFloat64), at::kFloat, "y");
+  y.sum().backward();
+  EXPECT_TRUE(consumer->saved_quantized);
+  expect_close(x.grad(), (2 * x).to(torch::kFloat64), at::kFloat, "dx");
+}
+
+TEST(Value, ALinearTakesAQuantizedInput) {
+  auto producer = std::make_shared<ProducerImpl>();
+  class QuantizingLinear : public BasicLinearImpl {
+   public:
+    using BasicLinearImpl::BasicLinearImpl;
+    const Quantizer* get_input_quantizer() override { return &quantizer; }
+    SixteenthsQuantizer quantizer;
+  };
+  auto linear = std::make_shared<QuantizingLinear>(3, 2);
+  OperationFuser fuser({producer, linear});
+  Tensor x = torch::tensor({{0.25F, -1.0F, 0.5F}}).requires_grad_();
+  Tensor w = linear->weight();
+  Tensor y = fuser(x)[0];
+  Tensor reference = torch::linear(x.to(torch::kFloat64), w.to(torch::kFloat64));
+  expect_close(y, reference, at::kFloat, "y");
+  auto expected = torch::autograd::grad({reference.sum()}, {x, w});
+  auto actual = torch::autograd::grad({y.sum()}, {x, w});
+  expect_close(actual[0], expected[0], "dx");
+  expect_close(actual[1], expected[1], "dw");
+}
+
+TEST(Value, PlainAccessToAQuantizedOneIsRefused) {
+  Value value(SixteenthsQuantizer().quantize(torch::ones({2})));
+  EXPECT_THROW(value.tensor(), c10::Error);
+  EXPECT_EQ(value.dequantized().sum().item<float>(), 2.0F);
+}
+
+}  // namespace
+}  // namespace ligature

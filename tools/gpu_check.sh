@@ -1,0 +1,23 @@
+#!/bin/sh
+# Builds and checks Ligature on a machine that already has everything, with its own python3 and
+# torch: no virtual environment, no network. Arguments go to the benchmark.
+set -eu
+cd "$(dirname "$0")/.."
+
+python=$(python3 -c 'import sys; print(sys.executable)')
+export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
+
+python3 -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda,
+  torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")'
+
+echo "== configure and build"
+TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0a} cmake --preset gpu \
+  -DPython3_EXECUTABLE="$python"
+cmake --build build/gpu -j "${JOBS:-16}"
+
+echo "== C++ tests"
+build/gpu/bin/ligature_tests --gtest_brief=1
+echo "== Python tests"
+"$python" -m pytest -q tests/python
+echo "== benchmark"
+"$python" benchmarks/bench.py "$@"
