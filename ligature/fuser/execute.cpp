@@ -3,6 +3,8 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/view.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -181,27 +183,60 @@ class ForwardRun {
   size_t checked_ = 0;
 };
 
-/// Makes `y` a tensor of its own that can carry a gradient edge: an argument returned as it is
-/// becomes a view of it, a view of an intermediate stops being one.
-Tensor own_output(const Tensor& y, const std::vector<const Tensor*>& inputs,
-                  const std::vector<Tensor>& earlier) {
-  namespace impl = torch::autograd::impl;
-  Tensor out = y;
-  bool of_input = false;
-  for (const Tensor* input : inputs) {
-    if (!input->defined() || !input->has_storage() || !y.has_storage()) continue;
-    of_input = of_input || y.is_same(*input) || y.storage().is_alias_of(input->storage());
+bool share_memory(const Tensor& a, const Tensor& b) {
+  if (!a.defined() || !b.defined()) return false;
+  return a.is_same(b) ||
+         (a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()));
+}
+
+/// Makes output `k` a tensor that can carry a gradient edge. One in the memory of an argument or of
+/// another output becomes a view that autograd does not let be edited; a view of an intermediate
+/// stops being one.
+Tensor own_output(size_t k, const std::vector<Tensor>& outputs,
+                  const std::vector<const Tensor*>& inputs) {
+  using torch::autograd::CreationMeta;
+  const Tensor& y = outputs[k];
+  bool of_output = false;
+  for (size_t j = 0; j < outputs.size(); ++j) {
+    of_output = of_output || (j != k && share_memory(y, outputs[j]));
   }
-  if (of_input) {
-    out = y.view_as(y);
-    if (auto* view = impl::get_view_autograd_meta(out)) {
-      view->set_creation_meta(torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
+  const bool of_input = std::any_of(inputs.begin(), inputs.end(),
+                                    [&](const Tensor* input) { return share_memory(y, *input); });
+  if (of_output || of_input) {
+    Tensor view = y.view_as(y);
+    if (auto* meta = torch::autograd::impl::get_view_autograd_meta(view)) {
+      meta->set_creation_meta(of_output ? CreationMeta::MULTI_OUTPUT_NODE
+                                        : CreationMeta::IN_CUSTOM_FUNCTION);
     }
-    return out;
+    return view;
   }
-  const bool repeated = std::any_of(earlier.begin(), earlier.end(),
-                                    [&](const Tensor& other) { return other.is_same(y); });
-  return repeated || out.is_view() || out.requires_grad() ? out.detach() : out;
+  return y.is_view() || y.requires_grad() ? y.detach() : y;
+}
+
+/// The caller's extra inputs that the operations overwrite.
+std::vector<Tensor> overwritten_inputs(const Plan& plan, const Call& call) {
+  std::vector<Tensor> out;
+  for (size_t i = 0; i < plan.basic_ops.size(); ++i) {
+    for (size_t j = 0; j < plan.wiring->inputs[i].size(); ++j) {
+      if (plan.basic_ops[i]->writes_extra_input(j)) {
+        out.push_back(call.extra_inputs[plan.wiring->inputs[i][j].caller]);
+      }
+    }
+  }
+  return out;
+}
+
+/// An overwritten tensor takes on a new history: that of the output it became, or one that refuses.
+void rebase_overwritten(const Tensor& tensor, const torch::autograd::Edge& output) {
+  if (output.is_valid()) {
+    torch::autograd::impl::rebase_history(tensor, output);
+    return;
+  }
+  auto refuse = make_node<torch::autograd::Error>(
+      "this extra input was overwritten in place inside a fuser, so no gradient can flow through it",
+      torch::autograd::edge_list{torch::autograd::impl::gradient_edge(tensor)});
+  refuse->add_input_metadata(tensor);
+  torch::autograd::impl::rebase_history(tensor, {refuse, 0});
 }
 
 }  // namespace
@@ -214,6 +249,10 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
   std::vector<Tensor> outputs;
   std::vector<size_t> producers;  // of the extra outputs
 
+  const std::vector<Tensor> overwritten = overwritten_inputs(*plan, call);
+  if (requires_grad) {
+    for (const Tensor& tensor : overwritten) torch::autograd::check_inplace(tensor, true);
+  }
   at::NoGradGuard no_grad;
   ForwardRun run(*plan, call, grads, *contexts);
   outputs.push_back(run.run().dequantized());
@@ -254,9 +293,22 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
       wrapped.push_back(outputs[k]);
       continue;
     }
-    wrapped.push_back(own_output(outputs[k], inputs, wrapped));
     node->add_output(k == 0 ? FuserNode::kMainOutput : k - 1);
-    torch::autograd::set_history(wrapped.back(), node);
+    const bool is_overwritten =
+        std::any_of(overwritten.begin(), overwritten.end(),
+                    [&](const Tensor& tensor) { return tensor.is_same(outputs[k]); });
+    if (is_overwritten) {
+      wrapped.push_back(outputs[k]);
+      rebase_overwritten(outputs[k], {node, node->add_input_metadata(outputs[k])});
+    } else {
+      wrapped.push_back(own_output(k, outputs, inputs));
+      torch::autograd::set_history(wrapped.back(), node);
+    }
+  }
+  for (const Tensor& tensor : overwritten) {
+    const bool returned = std::any_of(outputs.begin(), outputs.end(),
+                                      [&](const Tensor& y) { return y.is_same(tensor); });
+    if (!returned) rebase_overwritten(tensor, {});
   }
   node->remember_extra_outputs(run.extra_outputs());
   node->save(wrapped, run.versions());

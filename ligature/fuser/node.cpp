@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -257,23 +258,30 @@ variable_list FuserNode::backward(const variable_list& grads) {
 
 variable_list FuserNode::apply(variable_list&& grads) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const bool differentiable =
-      at::GradMode::is_enabled() && std::any_of(grads.begin(), grads.end(), [](const Tensor& g) {
-        return g.defined() && g.requires_grad();
-      });
   variable_list result;
   {
     at::NoGradGuard no_grad;
     result = backward(grads);
   }
-  if (!differentiable) return result;
-  for (Tensor& grad : result) {
-    if (grad.defined() && !grad.requires_grad()) grad = grad.detach().requires_grad_();
+  if (!at::GradMode::is_enabled()) return result;
+
+  // A graph of this backward is asked for, and there is none: whatever would flow through it, back to
+  // the gradients given or to the inputs of forward, runs into an error.
+  torch::autograd::edge_list edges = next_edges();
+  for (const Tensor& grad : grads) {
+    if (grad.defined() && grad.requires_grad()) {
+      edges.push_back(torch::autograd::impl::gradient_edge(grad));
+    }
   }
-  auto refuse = make_node<torch::autograd::DelayedError>(
+  auto refuse = make_node<torch::autograd::Error>(
       "trying to differentiate twice a function that was marked with @once_differentiable",
-      static_cast<int64_t>(result.size()));
-  return (*refuse)(std::move(result));
+      std::move(edges));
+  for (Tensor& grad : result) {
+    if (!grad.defined()) continue;
+    grad = grad.detach();
+    torch::autograd::set_history(grad, refuse);
+  }
+  return result;
 }
 
 }  // namespace ligature

@@ -88,7 +88,6 @@ class OperationFuser:
         fuse: bool,
         use_channels: bool,
         open_channels: list[str],
-        owner: object,
     ) -> None: ...
     def __call__(
         self,

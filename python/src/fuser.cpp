@@ -18,16 +18,12 @@ Recompute recompute_from_string(const std::string& name) {
 
 class PythonFuser {
  public:
-  /// `owner`: the operation that keeps this fuser for itself; then the fuser must not keep it.
+  /// `ops` is kept by the Python object, where the garbage collector sees it, not from here.
   PythonFuser(const py::list& ops, const std::string& recompute, bool fuse, bool use_channels,
-              std::vector<std::string> open_channels, const py::handle& owner)
-      : fuser_(prepare(ops),
-               {recompute_from_string(recompute), fuse, use_channels, std::move(open_channels)}) {
-    if (owner.is_none()) {
-      keep_ = hold(ops);
-    } else {
-      owner_ = owner;
-    }
+              std::vector<std::string> open_channels)
+      : fuser_(prepare(ops), {recompute_from_string(recompute), fuse, use_channels,
+                              std::move(open_channels)}),
+        kept_(ops) {
     for (const auto& op : fuser_.basic_ops()) sources_.emplace_back(python_of(op), *op);
   }
 
@@ -46,9 +42,10 @@ class PythonFuser {
       call.training.push_back(source.training());
     }
     if (!kwargs.is_none()) call.kwargs = unwrap_kwargs(kwargs);
-    call.keep_alive = keep_ ? keep_ : hold(py::reinterpret_borrow<py::object>(owner_));
+    call.keep_alive = hold(py::reinterpret_borrow<py::object>(kept_));
     std::vector<Tensor> outputs;
     {
+      KeepScope scope(kept_);
       py::gil_scoped_release no_gil;
       outputs = fuser_.run(std::move(call));
     }
@@ -136,20 +133,17 @@ class PythonFuser {
 
   OperationFuser fuser_;
   std::vector<ParameterSource> sources_;
-  std::shared_ptr<void> keep_;
-  py::handle owner_;
+  py::handle kept_;
 };
 
-/// Tells whether the modules in a container, or the hooks on them, are still those that were
-/// grouped.
+/// Tells whether the modules in a container, or the hooks on them, are still those that were grouped.
+/// Everything it looks at is kept by the container.
 class ModuleWatch {
  public:
-  ModuleWatch(py::dict modules, const py::list& hook_dicts)
-      : modules_(std::move(modules)), hook_dicts_(hook_dicts) {
-    for (const auto& item : modules_) {
-      children_.push_back(py::reinterpret_borrow<py::object>(item.second));
-    }
-    for (const auto& dict : hook_dicts_) counts_.push_back(PyDict_GET_SIZE(dict.ptr()));
+  ModuleWatch(const py::dict& modules, const py::list& hook_dicts)
+      : modules_(modules), hook_dicts_(hook_dicts) {
+    for (const auto& item : modules) children_.push_back(item.second.ptr());
+    for (const auto& dict : hook_dicts) counts_.push_back(PyDict_GET_SIZE(dict.ptr()));
   }
 
   bool changed() const {
@@ -158,7 +152,7 @@ class ModuleWatch {
     PyObject* value = nullptr;
     Py_ssize_t position = 0;
     for (size_t i = 0; PyDict_Next(modules_.ptr(), &position, &key, &value) != 0; ++i) {
-      if (children_[i].ptr() != value) return true;
+      if (children_[i] != value) return true;
     }
     for (size_t i = 0; i < counts_.size(); ++i) {
       if (PyDict_GET_SIZE(PyList_GET_ITEM(hook_dicts_.ptr(), i)) != counts_[i]) return true;
@@ -167,9 +161,9 @@ class ModuleWatch {
   }
 
  private:
-  py::dict modules_;
-  py::list hook_dicts_;
-  std::vector<py::object> children_;
+  py::handle modules_;
+  py::handle hook_dicts_;
+  std::vector<PyObject*> children_;
   std::vector<Py_ssize_t> counts_;
 };
 
@@ -177,10 +171,9 @@ class ModuleWatch {
 
 void bind_fuser(py::module_& m) {
   py::class_<PythonFuser>(m, "OperationFuser")
-      .def(py::init<const py::list&, const std::string&, bool, bool, std::vector<std::string>,
-                    const py::handle&>(),
+      .def(py::init<const py::list&, const std::string&, bool, bool, std::vector<std::string>>(),
            py::arg("ops"), py::arg("recompute"), py::arg("fuse"), py::arg("use_channels"),
-           py::arg("open_channels"), py::arg("owner"))
+           py::arg("open_channels"))
       .def("__call__", &PythonFuser::call, py::arg("input"), py::kw_only(),
            py::arg("basic_op_kwargs") = py::none())
       .def_property_readonly("_forward_ops", [](const PythonFuser& f) { return f.steps(true); })
@@ -200,7 +193,7 @@ void bind_fuser(py::module_& m) {
       .def_property_readonly("_output_to_user",
                              [](PythonFuser& f) { return f.core().wiring().output_to_user; });
   py::class_<ModuleWatch>(m, "ModuleWatch")
-      .def(py::init<py::dict, const py::list&>())
+      .def(py::init<const py::dict&, const py::list&>())
       .def("changed", &ModuleWatch::changed);
 }
 

@@ -25,7 +25,12 @@ const py::object& interned(const char* text) {
   return text[0] == '_' ? *parameters : *training;
 }
 
+thread_local py::handle kept_list;
+
 }  // namespace
+
+KeepScope::KeepScope(const py::handle& list) : before_(kept_list) { kept_list = list; }
+KeepScope::~KeepScope() { kept_list = before_; }
 
 py::object python_of(const OpPtr& op) {
   if (op->host != nullptr) {
@@ -42,7 +47,10 @@ OpList operations_of(const py::handle& ops, const std::string& what) {
     if (!op) PyErr_Clear();
     if (op && py::isinstance<FusibleOperation>(op)) {
       auto pointer = op.cast<OpPtr>();
-      if (pointer->is_guest() && pointer->is_fused_op()) {
+      if (pointer->is_guest() && pointer->is_fused_op() && kept_list) {
+        kept_list.attr("append")(item);
+        out.push_back(std::move(pointer));
+      } else if (pointer->is_guest() && pointer->is_fused_op()) {
         auto keep = hold(py::reinterpret_borrow<py::object>(item));
         out.emplace_back(pointer.get(), [keep, pointer](FusibleOperation*) {});
       } else {

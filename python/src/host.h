@@ -15,8 +15,21 @@ namespace ligature::python {
 /// demand.
 py::object python_of(const OpPtr& op);
 
-/// The operations of a Python list, composites taken apart. The pointers of operations that are
-/// written in Python keep their Python objects alive.
+/// A list that a fuser's Python object holds: fused operations that Python makes while the fuser plans
+/// are kept there, where the garbage collector sees them.
+class KeepScope {
+ public:
+  explicit KeepScope(const py::handle& list);
+  ~KeepScope();
+  KeepScope(const KeepScope&) = delete;
+  KeepScope& operator=(const KeepScope&) = delete;
+
+ private:
+  py::handle before_;
+};
+
+/// The operations of a Python list, composites taken apart. Fused operations written in Python are
+/// kept by the list of the KeepScope, without one by the pointers.
 OpList operations_of(const py::handle& ops, const std::string& what);
 
 /// Runs Python code from C++: takes the GIL, and turns a Python exception into one that autograd

@@ -13,9 +13,9 @@ Tensor tanh_gelu(const Tensor& x) {
   return 0.5 * x * (1 + at::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
 }
 Tensor qgelu(const Tensor& x) { return x * at::sigmoid(1.702 * x); }
-Tensor relu(const Tensor& x) { return x.clamp_min(0); }
-Tensor srelu(const Tensor& x) { return relu(x).square(); }
-Tensor silu(const Tensor& x) { return x * at::sigmoid(x); }
+Tensor ramp(const Tensor& x) { return x.clamp_min(0); }
+Tensor srelu(const Tensor& x) { return ramp(x).square(); }
+Tensor swish(const Tensor& x) { return x * at::sigmoid(x); }
 Tensor logistic(const Tensor& x) { return at::sigmoid(x); }
 Tensor same(const Tensor& x) { return x; }
 
@@ -75,16 +75,16 @@ struct Case {
 std::vector<Case> activations() {
   return {{GELU().ptr(), tanh_gelu},
           {QGELU().ptr(), qgelu},
-          {ReLU().ptr(), relu},
+          {ReLU().ptr(), ramp},
           {SReLU().ptr(), srelu},
-          {SiLU().ptr(), silu},
+          {SiLU().ptr(), swish},
           {GLU().ptr(), gated(logistic)},
           {GEGLU().ptr(), gated(tanh_gelu)},
           {QGEGLU().ptr(), gated(qgelu)},
-          {ReGLU().ptr(), gated(relu)},
+          {ReGLU().ptr(), gated(ramp)},
           {SReGLU().ptr(), gated(srelu)},
-          {SwiGLU().ptr(), gated(silu)},
-          {SwiGLU(interleaved<SwiGLUOptions>(2)).ptr(), gated(silu, same, 2)},
+          {SwiGLU().ptr(), gated(swish)},
+          {SwiGLU(interleaved<SwiGLUOptions>(2)).ptr(), gated(swish, same, 2)},
           {ClampedSwiGLU().ptr(), clamped(7, 1.702, 1)},
           {ClampedSwiGLU(tight_clamp()).ptr(), clamped(0.75, 1.3, 0.5)},
           {SiTUGLU().ptr(), situ(4, 25)},
@@ -94,8 +94,8 @@ std::vector<Case> activations() {
 std::vector<Case> scaled_activations() {
   ScaledClampedQGeGLUOptions clamp;
   clamp.glu_interleave_size = 4;
-  return {{ScaledSwiGLU().ptr(), gated(silu)},
-          {ScaledSwiGLU(interleaved<ScaledSwiGLUOptions>(2)).ptr(), gated(silu, same, 2)},
+  return {{ScaledSwiGLU().ptr(), gated(swish)},
+          {ScaledSwiGLU(interleaved<ScaledSwiGLUOptions>(2)).ptr(), gated(swish, same, 2)},
           {ScaledSiTUGLU().ptr(), situ(4, 25)},
           {ScaledClampedQGeGLU(clamp).ptr(), clamped(7, 1.702, 1, 4)},
           {ScaledSReLU().ptr(), srelu}};
@@ -134,10 +134,10 @@ TEST(OpsActivation, KeepLowPrecision) {
 TEST(OpsActivation, ComputeInTheAutocastDtype) {
   OperationFuser fuser({GELU().ptr()});
   Tensor x = leaf({3, 8}, at::kFloat).requires_grad_();
-  at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-  at::autocast::set_autocast_enabled(at::kCPU, true);
-  const Tensor y = fuser(x)[0];
-  at::autocast::set_autocast_enabled(at::kCPU, false);
+  const Tensor y = [&] {
+    WithAutocast autocast;
+    return fuser(x)[0];
+  }();
   EXPECT_EQ(y.scalar_type(), at::kBFloat16);
   y.sum().backward();
   EXPECT_EQ(x.grad().scalar_type(), at::kFloat);

@@ -55,10 +55,10 @@ TEST(OpsLinear, TakesTheWeightsDtypeOrAutocasts) {
 
   Linear wide = linear(6, 4, true, at::kFloat);
   OperationFuser cast({wide.ptr()});
-  at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-  at::autocast::set_autocast_enabled(at::kCPU, true);
-  Tensor z = cast(x)[0];
-  at::autocast::set_autocast_enabled(at::kCPU, false);
+  const Tensor z = [&] {
+    WithAutocast autocast;
+    return cast(x)[0];
+  }();
   EXPECT_EQ(z.scalar_type(), at::kBFloat16);
   x.mutable_grad().reset();
   z.sum().backward();

@@ -91,10 +91,10 @@ TEST(OpsNorm, WritesTheAutocastDtype) {
   RMSNorm op(norm_options({8}, false, at::kFloat));
   OperationFuser fuser({op.ptr()});
   Tensor x = leaf({3, 8}, at::kFloat).requires_grad_();
-  at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-  at::autocast::set_autocast_enabled(at::kCPU, true);
-  const Tensor y = fuser(x)[0];
-  at::autocast::set_autocast_enabled(at::kCPU, false);
+  const Tensor y = [&] {
+    WithAutocast autocast;
+    return fuser(x)[0];
+  }();
   EXPECT_EQ(y.scalar_type(), at::kBFloat16);
   y.sum().backward();
   EXPECT_EQ(x.grad().scalar_type(), at::kFloat);

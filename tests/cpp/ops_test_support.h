@@ -2,6 +2,7 @@
 // gradients, the same by a formula in float64 under torch's autograd, and the comparison of both.
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -27,6 +28,18 @@ struct RunResult {
 struct Inputs {
   Tensor x;
   Tensors extras;
+};
+
+/// torch.autocast to bfloat16 on the CPU while it lives.
+class WithAutocast {
+ public:
+  explicit WithAutocast(bool enabled = true) {
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::set_autocast_enabled(at::kCPU, enabled);
+  }
+  ~WithAutocast() { at::autocast::set_autocast_enabled(at::kCPU, false); }
+  WithAutocast(const WithAutocast&) = delete;
+  WithAutocast& operator=(const WithAutocast&) = delete;
 };
 
 inline Tensors parameters_of(const ligature::OpList& ops) {
@@ -139,6 +152,16 @@ inline void for_each_frozen_pattern(const Tensors& leaves,
     freeze(leaves, trained);
     check("trained " + bits(trained, leaves.size()));
   }
+}
+
+inline ligature::FuserOptions unfused() {
+  ligature::FuserOptions options;
+  options.fuse = false;
+  return options;
+}
+
+inline ligature::FuserOptions fused_if(bool fuse) {
+  return fuse ? ligature::FuserOptions() : unfused();
 }
 
 /// Compares operations with their formula, over every choice of leaves that need gradients.

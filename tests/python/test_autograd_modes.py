@@ -277,3 +277,45 @@ def test_in_place_addition_is_seen_by_autograd(device):
     x, leaf = make_input(6, 8), make_input(6, 8)
     model(x, leaf * 3).sum().backward()
     assert_close(leaf.grad, torch.full((6, 8), 3.0), torch.float32)
+
+
+def test_in_place_addition_over_a_tensor_that_was_saved(device):
+    model = ops.Sequential(ops.GELU(), ops.AddExtraInput(in_place=True))
+    x = make_input(6, 8) * 1
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        model(x, x).sum().backward()
+
+
+def test_in_place_addition_and_later_use_of_the_extra_input(device):
+    """The extra input became the sum: right gradients, or an error, but no wrong ones."""
+    x, leaf = make_input(6, 8), make_input(6, 8)
+    extra = leaf * 3
+    try:
+        y = ops.AddExtraInput(in_place=True)(x, extra)
+        (y + extra).sum().backward()
+    except RuntimeError:
+        return
+    assert_close(x.grad, torch.full((6, 8), 2.0), torch.float32)
+    assert_close(leaf.grad, torch.full((6, 8), 6.0), torch.float32)
+
+
+@pytest.mark.parametrize("edited", [0, 1])
+@pytest.mark.parametrize(
+    "tail",
+    [list, lambda: [ops.Identity()], lambda: [ops.Reshape((2, 3, 8))]],
+    ids=["same", "identity", "view"],
+)
+def test_edit_of_one_of_two_outputs_in_the_same_memory(device, tail, edited):
+    """In torch both change; here they may also refuse, but not give wrong gradients."""
+    model = ops.Sequential(ops.Linear(8, 8), ops.MakeExtraOutput(), *tail())
+    x = make_input(6, 8)
+    outputs = model(x)
+    try:
+        outputs[edited].mul_(2)
+        outputs[1 - edited].sum().backward()
+    except RuntimeError as error:
+        assert "inplace" in str(error)  # noqa: PT017
+        return
+    x64 = x.detach().double().requires_grad_()
+    (2 * Reference(model)(x64)[1 - edited]).sum().backward()
+    assert_close(x.grad, x64.grad, torch.float32)

@@ -223,15 +223,6 @@ def test_an_error_in_a_hook_is_passed_on(device):
     check_against_reference(model, x)
 
 
-def test_hooks_are_disabled_by_torch(device):
-    with (
-        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
-        pytest.raises(RuntimeError, match="not here"),
-        saved_tensors_hooks(lambda t: t, lambda t: t),
-    ):
-        make_mlp()(make_input(6, 8))
-
-
 # -- nothing is kept or computed for what is frozen
 
 
@@ -293,7 +284,8 @@ def test_recompute_saves_less(device):
         model = make_mlp(64, 256, recompute=recompute)
         with recorder.hooks():
             model(make_input(32, 64))
-    assert recorders[1].bytes <= recorders[0].bytes - 4 * 32 * (64 + 256)
+    # The normalized input and the activation are recomputed, for which the norm's bias is needed.
+    assert recorders[1].bytes == recorders[0].bytes - 4 * 32 * (64 + 256) + 4 * 64
 
 
 def gemm(m: int, n: int, k: int) -> int:

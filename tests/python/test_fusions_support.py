@@ -28,7 +28,7 @@ def parameters_of(fuser: te.ops.OperationFuser) -> list[torch.nn.Parameter]:
 
 
 def run(fuser: te.ops.OperationFuser, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    """Outputs, and the gradients of all inputs and parameters, for gradients that depend on shapes."""
+    """Outputs, and the gradients of all inputs and parameters."""
     leaves = [leaf(x) for x in inputs]
     parameters = parameters_of(fuser)
     for parameter in parameters:
@@ -43,7 +43,9 @@ def run(fuser: te.ops.OperationFuser, inputs: Sequence[Tensor]) -> tuple[list[Te
     used = [k for k, y in enumerate(outputs) if y.requires_grad]
     if used:
         torch.autograd.backward([outputs[k] for k in used], [grads[k] for k in used])
-    results = [x.grad for x in leaves] + [parameter.grad for parameter in parameters]
+    # What an operation wrote into is no leaf any more.
+    results = [x.grad if x.is_leaf else None for x in leaves]
+    results += [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     return outputs, results
@@ -55,7 +57,7 @@ def check_equal_to_unfused(
     scale: float = 2.0,
     recompute: str = "none",
 ) -> te.ops.OperationFuser:
-    """Runs the operations fused and one by one; returns the fuser, whose plan the caller may read."""
+    """Runs the operations fused and one by one; returns the fuser, for its plan."""
     ops = list(ops)
     fused = te.ops.OperationFuser(ops, recompute=recompute)
     plain = te.ops.OperationFuser(ops, fuse=False)

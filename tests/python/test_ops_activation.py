@@ -69,8 +69,13 @@ def test_large_and_special_values(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_interleaved(name: str, size: int, dtype: torch.dtype) -> None:
     op = getattr(te.ops, name)(glu_interleave_size=size)
-    for shape in [(4 * size,), (3, 2 * size), (2, 3, 6 * size), (0, 2 * size)]:
+    for shape in [(4 * size,), (3, 2 * size), (2, 3, 6 * size)]:
         check_against_reference(op, make_input(*shape, dtype=dtype), scale=2)
+    empty = make_input(0, 2 * size, dtype=dtype)
+    y = op(empty)
+    assert y.shape == (0, size)
+    y.sum().backward()
+    assert empty.grad.shape == empty.shape
 
 
 def test_interleaved_by_hand() -> None:
@@ -119,7 +124,7 @@ def test_scales(name: str, dtype: torch.dtype) -> None:
     op = getattr(te.ops, name)()
     assert (op.num_extra_inputs, op.num_extra_outputs) == (1, 0)
     for shape in [(16,), (5, 16), (2, 3, 34), (2, 1, 3, 8), (0, 8), (2, 0, 8)]:
-        x, scales = make_input(*shape, dtype=dtype), make_input(*shape[:-1], dtype=dtype)
+        x, scales = make_input(shape, dtype=dtype), make_input(shape[:-1], dtype=dtype)
         check_against_reference(op, x, scales, scale=4)
     for x_grad, scales_grad in [(True, False), (False, True), (False, False)]:
         check_against_reference(

@@ -55,7 +55,7 @@ struct Cast<float, at::Half> {
     const int32_t bits = std::bit_cast<int32_t>(v);
     const int32_t magnitude = bits & 0x7fffffff;
     const float value = std::bit_cast<float>(magnitude) * 0x1.0p+112f * 0x1.0p-110f;
-    const int32_t exponent = std::max(magnitude & 0x7f800000, 0x38800000) + 0x07800000;
+    const uint32_t exponent = std::max(magnitude & 0x7f800000, 0x38800000) + 0x07800000u;
     const int32_t sum = std::bit_cast<int32_t>(std::bit_cast<float>(exponent) + value);
     const int32_t rounded = ((sum >> 13) & 0x7c00) + (sum & 0x0fff);
     const int32_t is_nan = -static_cast<int32_t>(magnitude > 0x7f800000);

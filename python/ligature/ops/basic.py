@@ -57,8 +57,8 @@ def check_tensor_parallel(op: str, mode: str | None, group: Any) -> None:
     size = torch.distributed.get_world_size(group)
     if size > 1:
         raise NotImplementedError(
-            f"[{op}] tensor_parallel_mode={mode!r} over a group of {size} processes is not available "
-            "in this version"
+            f"[{op}] tensor_parallel_mode={mode!r} over a group of {size} processes is not "
+            "available in this version"
         )
 
 
@@ -73,22 +73,29 @@ class _Part(BuiltinOperation):
 
     @property
     def _parameter_owner(self) -> torch.nn.Module:
-        composite = self._composite
-        return self if composite is None else composite
+        if self._owner is None:
+            return self
+        composite: torch.nn.Module | None = self._owner()
+        if composite is None:
+            raise RuntimeError(
+                f"[{self._impl.label}] this {type(self).__name__} was part of a "
+                f"{self._impl.label} that is gone, and its parameters with it"
+            )
+        return composite
 
     def _set_composite(self, composite: torch.nn.Module) -> None:
         self.__dict__["_owner"] = owner_reference(composite)
         self._impl.label = type(composite).__name__
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+    def _state(self) -> dict[str, Any]:
+        state = super()._state()
         state.pop("_owner", None)
         return state
 
     def __getattr__(self, name: str) -> Any:
         owner = self.__dict__.get("_owner")
         if owner is not None and name in ("weight", "bias"):
-            return getattr(owner(), name)
+            return getattr(self._parameter_owner, name)
         return super().__getattr__(name)
 
 
@@ -102,8 +109,8 @@ class BasicLinear(_Part):
         dtype: of the weight; by default torch's default dtype.
         tensor_parallel_mode, tensor_parallel_group, sequence_parallel: distribution over processes.
         rng_state_tracker_function: gives an object whose ``fork()`` surrounds the initialization.
-        accumulate_into_main_grad: add the weight's gradient into ``weight.main_grad`` (or overwrite it
-            when ``weight.overwrite_main_grad``) instead of ``weight.grad``.
+        accumulate_into_main_grad: add the weight's gradient into ``weight.main_grad`` (or overwrite
+            it when ``weight.overwrite_main_grad``) instead of ``weight.grad``.
     """
 
     in_features: int = option("in_features", "Size of the input's last dimension.")

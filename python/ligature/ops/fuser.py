@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from .. import _C
-from .op import FusedOperation, FusibleOperation
+from .op import FusedOperation, FusibleOperation, basic_ops_of
 
 __all__ = [
     "Fusion",
@@ -24,8 +26,8 @@ class OperationFuser(_C.OperationFuser):
 
     Args:
         ops: the operations, in order. Composites stand for their parts.
-        recompute: ``"cheap"`` lets joint fusions recompute norms and activations in backward instead
-            of saving them; ``"none"`` saves everything.
+        recompute: ``"cheap"`` lets joint fusions recompute norms and activations in backward
+            instead of saving them; ``"none"`` saves everything.
         fuse: False runs the basic operations one by one.
 
     After a call ``_forward_ops`` and ``_backward_ops`` list ``(operation, indices of its basic
@@ -40,16 +42,21 @@ class OperationFuser(_C.OperationFuser):
         fuse: bool = True,
         use_channels: bool = True,
         open_channels: Sequence[str] = (),
-        owner: FusibleOperation | None = None,
     ) -> None:
+        # The C++ part borrows this list. It also keeps the modules whose parameters are used, and
+        # the fused operations that Python makes for a plan.
+        self._kept: list[torch.nn.Module] = list(ops)
+        parts = [
+            p for op in self._kept if isinstance(op, FusibleOperation) for p in basic_ops_of(op)
+        ]
         super().__init__(
-            ops=list(ops),
+            ops=self._kept,
             recompute=recompute,
             fuse=fuse,
             use_channels=use_channels,
             open_channels=list(open_channels),
-            owner=owner,
         )
+        self._kept.extend(part._parameter_owner for part in parts)
 
 
 class FusionHandle:
@@ -131,7 +138,7 @@ class Fusion:
     ) -> None:
         if not pattern:
             raise ValueError("a fusion needs a pattern of at least one operation")
-        self.name = name or getattr(factory, "__name__", type(factory).__name__)
+        self.name = name or str(getattr(factory, "__name__", type(factory).__name__))
         self.factory = factory
         self.predicate = predicate
         self._wanted = [p.wanted if isinstance(p, _OptionalPlace) else p for p in pattern]
@@ -159,7 +166,7 @@ class Fusion:
         answer = self.predicate(*ops)
         return answer if isinstance(answer, str) else bool(answer)
 
-    def _as_rule(self) -> tuple[Any, ...]:
+    def _as_rule(self) -> tuple[str, list[Any], Any, Any, Any, Any]:
         predicate = None if self.predicate is None else self._predicate
         return (self.name, self._places, predicate, self.factory, _count, self._join)
 
@@ -182,8 +189,8 @@ def _register(kind: str, func: Any, prepend: bool) -> FusionHandle:
 def register_forward_fusion(func: Any, prepend: bool = False) -> FusionHandle:
     """Registers a fusion of the forward pass.
 
-    ``func`` is a :class:`Fusion`, or a function ``f(ops, recipe=...) -> ops``. What it makes must be
-    interchangeable with the basic operations, contexts included, since backward is fused
+    ``func`` is a :class:`Fusion`, or a function ``f(ops, recipe=...) -> ops``. What it makes must
+    be interchangeable with the basic operations, contexts included, since backward is fused
     independently. ``prepend`` puts it before the others.
     """
     return _register("forward", func, prepend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from .basic import BasicLinear, Bias, Device, check_tensor_parallel
-from .op import BasicOperation, FusedOperation, default_device
+from .op import BasicOperation, FusedOperation, default_device, has_hooks
 
 
 class Linear(FusedOperation):
@@ -46,10 +47,9 @@ class Linear(FusedOperation):
             accumulate_into_main_grad=accumulate_into_main_grad,
             _composite=self,
         )
-        parts: list[BasicOperation] = [linear]
+        self._parts: tuple[BasicLinear, *tuple[Bias, ...]] = (linear,)
         if bias:
-            parts.append(Bias(out_features, _composite=self))
-        self._parts = tuple(parts)
+            self._parts = (linear, Bias(out_features, _composite=self))
         place = default_device(device)
         dtype = dtype or torch.get_default_dtype()
         weight = torch.empty(out_features, in_features, device=place, dtype=dtype)
@@ -79,22 +79,37 @@ class Linear(FusedOperation):
     @property
     def in_features(self) -> int:
         """Size of the input's last dimension."""
-        return self._parts[0].in_features  # type: ignore[attr-defined,no-any-return]
+        return self._parts[0].in_features
 
     @property
     def out_features(self) -> int:
         """Size of the output's last dimension."""
-        return self._parts[0].out_features  # type: ignore[attr-defined,no-any-return]
+        return self._parts[0].out_features
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         if name == "bias" and param is not None and len(self._parts) == 1:
             raise ValueError("[Linear] it was made with bias=False and cannot be given a bias")
         super().register_parameter(name, param)
 
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """Runs it by itself; hooks on its parts run too."""
+        if not any(has_hooks(part) for part in self._parts):
+            return super().forward(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+        kwargs = basic_op_kwargs or [{} for _ in self._parts]
+        for part, part_kwargs in zip(self._parts, kwargs, strict=True):
+            input = part(input, **part_kwargs)
+        return input
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.nn.Module.__setstate__(self, state)
+        self._parts = (copy.copy(self._parts[0]), *map(copy.copy, self._parts[1:]))
         for part in self._parts:
-            part._set_composite(self)  # type: ignore[attr-defined]
+            part._set_composite(self)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -1,16 +1,18 @@
 """Base classes of everything that can be fused.
 
-An operation is an ordinary ``torch.nn.Module`` that holds a handle (``_op``) on its C++ twin. The twin
-of a built-in operation computes by itself; that of an operation written in Python calls its methods.
+An operation is an ordinary ``torch.nn.Module`` that holds a handle (``_op``) on its C++ twin. The
+twin of a built-in operation computes by itself; that of one written in Python calls its methods.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.modules import module as torch_module
 
 from .. import _C
 
@@ -88,8 +90,17 @@ class FusibleOperation(torch.nn.Module):
 
     _not_copied: ClassVar[tuple[str, ...]] = ("_op", "_impl", "_own_fuser")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in self._not_copied}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusibleOperation:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self._state(), memo))
+        return made
 
     # -- an operation by itself
 
@@ -98,7 +109,7 @@ class FusibleOperation(torch.nn.Module):
         if fuser is None:
             from .fuser import OperationFuser
 
-            fuser = OperationFuser([self], use_channels=False, owner=self)
+            fuser = OperationFuser([self], use_channels=False)
             self.__dict__["_own_fuser"] = fuser
         return fuser
 
@@ -178,8 +189,8 @@ class BasicOperation(FusibleOperation):
     def _parameter_owner(self) -> torch.nn.Module:
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+    def _state(self) -> dict[str, Any]:
+        state = super()._state()
         op = self._handle
         state["_channels"] = (
             [op.extra_input_channel(i) for i in range(op.num_extra_inputs)],
@@ -307,8 +318,8 @@ class BuiltinOperation(BasicOperation):
             return form
         return "fuser_classic" if self.num_extra_inputs or self.num_extra_outputs else "op_split"
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+    def _state(self) -> dict[str, Any]:
+        state = super()._state()
         state["_options"] = self._impl.options()
         return state
 
@@ -402,8 +413,8 @@ class FusedOperation(FusibleOperation):
 
     It holds no parameters and no state: it reads them from ``basic_ops``. A forward-only or
     backward-only fused operation is interchangeable with its basic operations, contexts included; a
-    joint one need only be right as a pair. Define ``fuser_forward`` (or ``fuser_forward_compute`` and
-    ``fuser_forward_save_ctx``) and/or ``fuser_backward``.
+    joint one need only be right as a pair. Define ``fuser_forward`` (or ``fuser_forward_compute``
+    and ``fuser_forward_save_ctx``) and/or ``fuser_backward``.
     """
 
     basic_ops: Any
@@ -425,11 +436,11 @@ class FusedOperation(FusibleOperation):
                 raise TypeError(
                     f"[{type(self).__name__}] basic_ops must be operations, got {type(op).__name__}"
                 )
-            flat.extend(op.basic_ops if isinstance(op, FusedOperation) else [op])
+            flat.extend(basic_ops_of(op))
         if not flat:
             raise ValueError(
-                f"[{type(self).__name__}] a fused operation stands for at least one basic operation, "
-                "got none"
+                f"[{type(self).__name__}] a fused operation stands for at least one basic "
+                "operation, got none"
             )
         self.basic_ops = torch.nn.ModuleList(flat)
         self._make_twin()
@@ -465,6 +476,28 @@ class FusedOperation(FusibleOperation):
     ) -> Any:
         """Runs its basic operations by themselves, fused as the registry says."""
         return self._alone()(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+def basic_ops_of(op: FusibleOperation) -> list[BasicOperation]:
+    """The basic operations that an operation stands for."""
+    if isinstance(op, FusedOperation):
+        return list(op.basic_ops)
+    assert isinstance(op, BasicOperation)
+    return [op]
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS: list[dict[Any, Any]] = [getattr(torch_module, f"_global{name}") for name in _HOOKS]
+
+
+def hook_dicts(module: torch.nn.Module) -> list[dict[Any, Any]]:
+    """The dicts in which a module keeps its hooks."""
+    return [getattr(module, name) for name in _HOOKS]
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether the module has hooks of its own."""
+    return any(map(len, hook_dicts(module)))
 
 
 def owner_reference(owner: torch.nn.Module) -> Any:

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
-from torch.nn.modules import module as torch_module
 
 from .. import _C
 from .fuser import OperationFuser
-from .op import BasicOperation, FusedOperation, FusibleOperation
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS)
-
-
-def _basic_ops(op: FusibleOperation) -> list[BasicOperation]:
-    return list(op.basic_ops) if isinstance(op, FusedOperation) else [op]  # type: ignore[list-item]
-
-
-def _hook_dicts(module: torch.nn.Module) -> list[dict[Any, Any]]:
-    return [getattr(module, name) for name in _HOOKS]
+from .op import (
+    GLOBAL_HOOKS,
+    BasicOperation,
+    FusedOperation,
+    FusibleOperation,
+    basic_ops_of,
+    has_hooks,
+    hook_dicts,
+)
 
 
-def _has_hooks(op: FusibleOperation) -> bool:
-    return any(map(len, _GLOBAL_HOOKS)) or any(map(len, _hook_dicts(op)))
+def _called_by_itself(op: FusibleOperation) -> bool:
+    """Whether what happens around its call, or in its ``forward``, asks for a call of its own."""
+    usual = FusedOperation.forward if isinstance(op, FusedOperation) else BasicOperation.forward
+    forward = getattr(type(op), "forward", usual)
+    own = "forward" in vars(op) or not forward.__module__.startswith("ligature.")
+    return own or any(map(len, GLOBAL_HOOKS)) or any(map(has_hooks, [op, *basic_ops_of(op)]))
 
 
 @dataclass
@@ -46,11 +46,12 @@ class Sequential(torch.nn.Module):
 
     Args:
         *args: modules, or one ``OrderedDict`` of named modules.
-        recompute: ``"cheap"`` lets joint fusions recompute norms and activations in backward instead
-            of saving them. Default ``"none"``.
+        recompute: ``"cheap"`` lets joint fusions recompute norms and activations in backward
+            instead of saving them. Default ``"none"``.
 
     Extra inputs of its operations are passed after the input, extra outputs are returned after the
-    output, both in order. Keyword arguments of single operations: ``op_kwargs={op_or_index: {...}}``.
+    output, both in order. Keyword arguments of single operations:
+    ``op_kwargs={op_or_index: {...}}``.
     """
 
     def __init__(
@@ -62,15 +63,16 @@ class Sequential(torch.nn.Module):
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
         self._groups: list[_Group] = []
         self._watch: _C.ModuleWatch | None = None
+        self._watched: tuple[Any, ...] = ()
         self._only: OperationFuser | None = None
         self._recompute = "none"
         self.recompute = recompute
         if len(args) == 1 and isinstance(args[0], Mapping):
-            for key, module in args[0].items():
-                self.add_module(key, module)
+            for key, named in args[0].items():
+                self.add_module(key, named)
         else:
             for module in args:
-                self.append(module)  # type: ignore[arg-type]
+                self.append(cast(torch.nn.Module, module))
 
     # -- container
 
@@ -169,7 +171,7 @@ class Sequential(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_module_groups=None, _groups=[], _watch=None, _only=None)
+        state.update(_module_groups=None, _groups=[], _watch=None, _watched=(), _only=None)
         return state
 
     # -- grouping
@@ -185,31 +187,33 @@ class Sequential(torch.nn.Module):
                 groups.extend(self._group_run(run, runs))
             run, runs = [], runs + 1
 
-        watched: list[FusibleOperation] = []
+        watched: list[torch.nn.Module] = []
         for module in self:
             if isinstance(module, FusibleOperation):
                 run.append(module)
-                watched.append(module)
+                watched.extend([module, *basic_ops_of(module)])
             else:
                 close_run()
                 groups.append(_Group(module))
         close_run()
 
-        dicts = [hooks for op in watched for hooks in _hook_dicts(op)]
-        self._watch = _C.ModuleWatch(self._modules, [*_GLOBAL_HOOKS, *dicts])
+        dicts = [*GLOBAL_HOOKS, *(hooks for module in watched for hooks in hook_dicts(module))]
+        # The watch borrows what it looks at.
+        self._watched = (self._modules, list(self), dicts)
+        self._watch = _C.ModuleWatch(self._modules, dicts)
         self._groups = groups
         self._module_groups = [group.module for group in groups]
         only = groups[0].module if len(groups) == 1 else None
         self._only = only if isinstance(only, OperationFuser) else None
 
     def _group_run(self, ops: list[FusibleOperation], run: int) -> list[_Group]:
-        """One fuser, unless hooks on an operation ask for it to be called by itself."""
+        """One fuser, unless an operation has to be called by itself."""
         whole = OperationFuser(ops, recompute=self.recompute)
-        if not any(_has_hooks(op) for op in ops):
+        if not any(map(_called_by_itself, ops)):
             return [self._fuser_group(whole, ops, run)]
         segments: list[tuple[bool, list[FusibleOperation]]] = []
         for op in ops:
-            hooked = _has_hooks(op)
+            hooked = _called_by_itself(op)
             if hooked or not segments or segments[-1][0]:
                 segments.append((hooked, []))
             segments[-1][1].append(op)
@@ -232,7 +236,7 @@ class Sequential(torch.nn.Module):
     @staticmethod
     def _hooked_group(op: FusibleOperation, run: int) -> _Group:
         group = _Group(op, [op], run)
-        for part in _basic_ops(op):
+        for part in basic_ops_of(op):
             handle = part._handle
             for i in range(handle.num_extra_inputs):
                 group.inputs.append(handle.extra_input_channel(i))
@@ -245,7 +249,7 @@ class Sequential(torch.nn.Module):
     def _crossing_channels(segments: list[list[FusibleOperation]]) -> list[str]:
         seen: dict[str, set[int]] = {}
         for number, ops in enumerate(segments):
-            for part in (part for op in ops for part in _basic_ops(op)):
+            for part in (part for op in ops for part in basic_ops_of(op)):
                 handle = part._handle
                 names = [handle.extra_input_channel(i) for i in range(handle.num_extra_inputs)]
                 names += [handle.extra_output_channel(i) for i in range(handle.num_extra_outputs)]
@@ -285,13 +289,13 @@ class Sequential(torch.nn.Module):
         """Keyword arguments by identity of the operation or module they are for."""
         out: dict[int, Any] = {}
         known = {id(m) for m in self}
-        known |= {id(p) for m in self if isinstance(m, FusibleOperation) for p in _basic_ops(m)}
+        known |= {id(p) for m in self if isinstance(m, FusibleOperation) for p in basic_ops_of(m)}
         for key, kwargs in (op_kwargs or {}).items():
             target = self[key] if isinstance(key, int) else key
             if id(target) not in known:
                 raise ValueError(
-                    f"[Sequential] op_kwargs are for {type(target).__name__}, which is not one of its "
-                    "operations"
+                    f"[Sequential] op_kwargs are for {type(target).__name__}, which is not one of "
+                    "its operations"
                 )
             if isinstance(target, FusedOperation):
                 target = target.basic_ops[0]
@@ -320,7 +324,7 @@ class Sequential(torch.nn.Module):
             inputs = [
                 channels[group.run, name] if name else extra_inputs.pop(0) for name in group.inputs
             ]
-            parts = [part for op in group.ops for part in _basic_ops(op)]
+            parts = [part for op in group.ops for part in basic_ops_of(op)]
             part_kwargs = [kwargs.get(id(part), {}) for part in parts]
             x = self._run_group(group, x, inputs, part_kwargs)
             if isinstance(x, tuple):
