@@ -267,11 +267,11 @@ void FusedOperation::pre_fuser_forward(bool requires_grad) {
   for (const auto& op : basic_ops_) op->pre_fuser_forward(requires_grad);
 }
 
-const Quantizer* FusedOperation::get_input_quantizer() {
+QuantizerPtr FusedOperation::get_input_quantizer() {
   return basic_ops_.front()->get_input_quantizer();
 }
 
-const Quantizer* FusedOperation::get_grad_output_quantizer() {
+QuantizerPtr FusedOperation::get_grad_output_quantizer() {
   return basic_ops_.back()->get_grad_output_quantizer();
 }
 

@@ -50,6 +50,7 @@ struct OpArgs {
 struct Kept {
   std::vector<Value> tensors;
   PlainState state;
+  std::shared_ptr<void> host;  ///< a binding's own form of the state
 };
 
 struct OpForwardResult {
@@ -91,8 +92,8 @@ class FusibleOperation : public torch::nn::Module {
 
   virtual void pre_first_fuser_forward() {}
   virtual void pre_fuser_forward(bool /*requires_grad*/) {}
-  virtual const Quantizer* get_input_quantizer() { return nullptr; }
-  virtual const Quantizer* get_grad_output_quantizer() { return nullptr; }
+  virtual QuantizerPtr get_input_quantizer() { return nullptr; }
+  virtual QuantizerPtr get_grad_output_quantizer() { return nullptr; }
 
   /// Split form, pure: changes nothing, keeps nothing, returns no alias of an argument as kept.
   virtual FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args);
@@ -211,8 +212,8 @@ class FusedOperation : public FusibleOperation {
   std::vector<BasicOpPtr> basic_ops() override { return basic_ops_; }
   void pre_first_fuser_forward() override;
   void pre_fuser_forward(bool requires_grad) override;
-  const Quantizer* get_input_quantizer() override;
-  const Quantizer* get_grad_output_quantizer() override;
+  QuantizerPtr get_input_quantizer() override;
+  QuantizerPtr get_grad_output_quantizer() override;
 
  protected:
   template <class Op>

@@ -7,13 +7,14 @@ namespace ligature {
 ForwardLinearBiasActivation::ForwardLinearBiasActivation(const OpList& ops)
     : FusedOperation("ForwardLinearBiasActivation", ops),
       linear_(basic_op<BasicLinearImpl>(0)),
-      bias_(num_basic_ops() == 3 ? &basic_op<BiasImpl>(1) : nullptr),
-      activation_(basic_op<ActivationOperation>(num_basic_ops() - 1)) {}
+      bias_(basic_ops()[1]->as<BiasImpl>()),
+      activation_(basic_ops().back()->as<ActivationOperation>()) {}
 
 FuserForwardResult ForwardLinearBiasActivation::fuser_forward_compute(const Value& input,
                                                                       ArgsList args) {
   Tensor z = BasicLinearImpl::forward(linear_bias_args(linear_, bias_, input, args[0], &args[1]));
-  const kernels::ActivationSpec spec = activation_.spec();
+  if (activation_ == nullptr) return fused_forward_result(std::move(z), num_basic_ops());
+  const kernels::ActivationSpec spec = activation_->spec();
   if (!args.back().requires_grad.op) {
     Tensor y = kernels::is_gated(spec.kind) ? kernels::activation_forward(z, spec)
                                             : kernels::activation_forward_(z, spec);
@@ -30,14 +31,18 @@ void ForwardLinearBiasActivation::fuser_forward_save_ctx(CtxList ctxs, const Val
                                                          ArgsList args) {
   save_basic_op(linear_, *ctxs[0], input, {}, args[0]);
   if (bias_ != nullptr) save_basic_op(*bias_, *ctxs[1], {}, {}, args[1]);
-  save_basic_op(activation_, *ctxs.back(), result.kept.back().tensors[0], {}, args.back());
+  if (activation_ == nullptr) return;
+  save_basic_op(*activation_, *ctxs.back(), result.kept.back().tensors[0], {}, args.back());
 }
 
 FusionRule forward_linear_bias_activation_rule() {
   return {"ForwardLinearBiasActivation",
           {of<BasicLinearImpl>("BasicLinear"), optional(of<BiasImpl>("Bias")),
-           of<ActivationOperation>("an activation")},
-          nullptr,
+           optional(of<ActivationOperation>("an activation"))},
+          [](const Match& match, const PlanOptions&) -> std::string {
+            return match.ops.size() > 1 ? ""
+                                        : "neither a bias nor an activation follows the linear";
+          },
           [](const Match& match) -> OpPtr {
             return std::make_shared<ForwardLinearBiasActivation>(match.ops);
           }};

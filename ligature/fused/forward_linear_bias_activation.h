@@ -1,4 +1,4 @@
-// Forward: a linear, its bias in the GEMM, and an activation.
+// Forward: a linear, its bias in the GEMM, and an activation, one of the last two at least.
 #pragma once
 
 #include "ligature/fuser/rule.h"
@@ -19,7 +19,7 @@ class ForwardLinearBiasActivation : public FusedOperation {
  private:
   BasicLinearImpl& linear_;
   BiasImpl* bias_;  // null without one
-  ActivationOperation& activation_;
+  ActivationOperation* activation_;
 };
 
 FusionRule forward_linear_bias_activation_rule();

@@ -62,7 +62,7 @@ class ForwardRun {
     extra_inputs_.resize(n);
     const at::DeviceType device = call.input.device().type();
     std::optional<at::ScalarType> autocast_dtype;
-    if (at::autocast::is_autocast_enabled(device)) {
+    if (at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device)) {
       autocast_dtype = at::autocast::get_autocast_dtype(device);
     }
     for (size_t i = 0; i < n; ++i) {
@@ -73,8 +73,8 @@ class ForwardRun {
       args.requires_grad = grads.flags[i];
       args.training = call.training[i];
       if (!call.kwargs.empty()) args.kwargs = &call.kwargs[i];
-      if (i > 0) args.prev_op_grad_output_quantizer = plan.grad_output_quantizers[i - 1];
-      if (i + 1 < n) args.next_op_input_quantizer = plan.input_quantizers[i + 1];
+      if (i > 0) args.prev_op_grad_output_quantizer = plan.grad_output_quantizers[i - 1].get();
+      if (i + 1 < n) args.next_op_input_quantizer = plan.input_quantizers[i + 1].get();
       args.autocast_dtype = autocast_dtype;
       contexts[i].requires_grad = grads.flags[i];
     }
@@ -218,9 +218,15 @@ std::vector<Tensor> overwritten_inputs(const Plan& plan, const Call& call) {
   std::vector<Tensor> out;
   for (size_t i = 0; i < plan.basic_ops.size(); ++i) {
     for (size_t j = 0; j < plan.wiring->inputs[i].size(); ++j) {
-      if (plan.basic_ops[i]->writes_extra_input(j)) {
-        out.push_back(call.extra_inputs[plan.wiring->inputs[i][j].caller]);
-      }
+      if (!plan.basic_ops[i]->writes_extra_input(j)) continue;
+      const Tensor& extra = call.extra_inputs[plan.wiring->inputs[i][j].caller];
+      LIGATURE_CHECK_STATE(
+          !at::GradMode::is_enabled() || !extra.requires_grad() || !extra.is_leaf(), "[",
+          plan.basic_ops[i]->label(),
+          "] a leaf Variable that requires grad is being used in an in-place "
+          "operation: extra input ",
+          j, ", which in_place=True overwrites");
+      out.push_back(extra);
     }
   }
   return out;
@@ -233,7 +239,8 @@ void rebase_overwritten(const Tensor& tensor, const torch::autograd::Edge& outpu
     return;
   }
   auto refuse = make_node<torch::autograd::Error>(
-      "this extra input was overwritten in place inside a fuser, so no gradient can flow through it",
+      "this extra input was overwritten in place inside a fuser, so no gradient can flow through "
+      "it",
       torch::autograd::edge_list{torch::autograd::impl::gradient_edge(tensor)});
   refuse->add_input_metadata(tensor);
   torch::autograd::impl::rebase_history(tensor, {refuse, 0});

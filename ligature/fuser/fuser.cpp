@@ -57,10 +57,6 @@ std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key,
       return plan;
     }
   }
-  if (!prepared_) {
-    for (const auto& op : basic_ops_) op->pre_first_fuser_forward();
-    prepared_ = true;
-  }
   PlanOptions options;
   options.recipe = recipe;
   options.dtype = key.dtype;
@@ -86,6 +82,11 @@ void OperationFuser::set_recompute(Recompute recompute) {
   plans_.clear();
 }
 
+void OperationFuser::prepare() {
+  if (prepared_.exchange(true)) return;
+  for (const auto& op : basic_ops_) op->pre_first_fuser_forward();
+}
+
 std::vector<Tensor> OperationFuser::run(Call&& call) {
   check_call(call);
   const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
@@ -100,6 +101,7 @@ std::vector<Tensor> OperationFuser::run(Call&& call) {
 std::vector<Tensor> OperationFuser::operator()(const Tensor& input,
                                                std::vector<Tensor> extra_inputs,
                                                std::vector<OpKwargs> kwargs) {
+  prepare();
   Call call;
   call.input = input;
   call.extra_inputs = std::move(extra_inputs);

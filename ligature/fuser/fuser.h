@@ -2,6 +2,7 @@
 // node.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -30,6 +31,8 @@ class OperationFuser {
   /// Runs with the operations' own parameters. Returns the output, then the extra outputs.
   std::vector<Tensor> operator()(const Tensor& input, std::vector<Tensor> extra_inputs = {},
                                  std::vector<OpKwargs> kwargs = {});
+  /// Before the first call: operations may still change their parameters.
+  void prepare();
   /// Runs with everything given.
   std::vector<Tensor> run(Call&& call);
 
@@ -65,7 +68,7 @@ class OperationFuser {
   mutable std::mutex mutex_;
   std::vector<std::pair<PlanKey, std::shared_ptr<const Plan>>> plans_;
   std::shared_ptr<const Plan> last_plan_;
-  bool prepared_ = false;
+  std::atomic<bool> prepared_{false};
 };
 
 }  // namespace ligature

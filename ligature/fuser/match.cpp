@@ -11,7 +11,7 @@ struct Attempt {
 };
 
 bool match_from(const Pattern& pattern, size_t element, size_t at, Attempt& attempt) {
-  if (element >= attempt.furthest) {
+  if (at > attempt.furthest_at || (at == attempt.furthest_at && element >= attempt.furthest)) {
     attempt.furthest = element;
     attempt.furthest_at = at;
   }

@@ -222,16 +222,17 @@ variable_list FuserNode::backward(const variable_list& grads) {
       const size_t op = step.first + k;
       const size_t num_params = param_offsets_[op + 1] - param_offsets_[op];
       auto& grad_params = step_result.grad_params[k];
-      LIGATURE_CHECK_STATE(grad_params.size() == num_params || grad_params.empty(), "[",
-                           plan.basic_ops[op]->label(), "] its backward must return ", num_params,
-                           " parameter gradients, got ", grad_params.size());
+      const bool may_omit = !step.op->is_guest();
+      LIGATURE_CHECK_STATE(grad_params.size() == num_params || (may_omit && grad_params.empty()),
+                           "[", plan.basic_ops[op]->label(), "] its backward must return ",
+                           num_params, " parameter gradients, got ", grad_params.size());
       for (size_t j = 0; j < grad_params.size(); ++j) {
         if (need.flags[op].param(j)) result[1 + param_offsets_[op] + j] = std::move(grad_params[j]);
       }
       const auto& inputs = plan.wiring->inputs[op];
       auto& grad_extra = step_result.grad_extra_inputs[k];
-      LIGATURE_CHECK_STATE(grad_extra.size() == inputs.size() || grad_extra.empty(), "[",
-                           plan.basic_ops[op]->label(), "] its backward must return ",
+      LIGATURE_CHECK_STATE(grad_extra.size() == inputs.size() || (may_omit && grad_extra.empty()),
+                           "[", plan.basic_ops[op]->label(), "] its backward must return ",
                            inputs.size(), " extra input gradients, got ", grad_extra.size());
       for (size_t j = 0; j < grad_extra.size(); ++j) {
         if (!need.flags[op].extra_input(j) || !grad_extra[j].defined()) continue;
@@ -265,8 +266,8 @@ variable_list FuserNode::apply(variable_list&& grads) {
   }
   if (!at::GradMode::is_enabled()) return result;
 
-  // A graph of this backward is asked for, and there is none: whatever would flow through it, back to
-  // the gradients given or to the inputs of forward, runs into an error.
+  // A graph of this backward is asked for, and there is none: whatever would flow through it, back
+  // to the gradients given or to the inputs of forward, runs into an error.
   torch::autograd::edge_list edges = next_edges();
   for (const Tensor& grad : grads) {
     if (grad.defined() && grad.requires_grad()) {

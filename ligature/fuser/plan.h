@@ -28,8 +28,8 @@ struct Plan {
   size_t first_backward_op = 0;
   PlanOptions options;
   /// Neighbours' quantizers, one entry per basic operation.
-  std::vector<const Quantizer*> input_quantizers;
-  std::vector<const Quantizer*> grad_output_quantizers;
+  std::vector<QuantizerPtr> input_quantizers;
+  std::vector<QuantizerPtr> grad_output_quantizers;
   struct PassReport {
     Pass pass;
     std::vector<Consideration> considered;

@@ -35,7 +35,6 @@ Wiring wire(const std::vector<BasicOpPtr>& ops, const std::vector<std::string>& 
   wiring.inputs.resize(ops.size());
   wiring.outputs.resize(ops.size());
   for (size_t i = 0; i < ops.size(); ++i) {
-    ops[i]->lock_channels();
     wiring.outputs[i].resize(ops[i]->num_extra_outputs());
     for (size_t j = 0; j < ops[i]->num_extra_inputs(); ++j) {
       const std::string& channel = ops[i]->extra_input_channel(j);
@@ -73,6 +72,7 @@ Wiring wire(const std::vector<BasicOpPtr>& ops, const std::vector<std::string>& 
       wiring.output_to_user.push_back(to_user);
     }
   }
+  for (const auto& op : ops) op->lock_channels();
   return wiring;
 }
 

@@ -104,9 +104,7 @@ class ActivationOf : public Operation<Self, Base> {
   }
 
   Options options;
-  static void check_options(const Options& options) {
-    options.check(kernels::activation_name(kKind));
-  }
+  void check_options(const Options& given) const { given.check(this->name().c_str()); }
   using Operation<Self, Base>::label;
   LIGATURE_OPTIONS_AS_DATA
 

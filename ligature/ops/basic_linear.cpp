@@ -24,11 +24,11 @@ MainGradLookup& main_grad_lookup() {
 
 void set_main_grad_lookup(MainGradLookup lookup) { main_grad_lookup() = std::move(lookup); }
 
-void BasicLinearImpl::check_options(const Options& options) {
-  LIGATURE_CHECK(options.in_features > 0, "[Linear] in_features must be positive, got ",
-                 options.in_features);
-  LIGATURE_CHECK(options.out_features > 0, "[Linear] out_features must be positive, got ",
-                 options.out_features);
+void BasicLinearImpl::check_options(const Options& given) const {
+  LIGATURE_CHECK(given.in_features > 0, "[", label(), "] in_features must be positive, got ",
+                 given.in_features);
+  LIGATURE_CHECK(given.out_features > 0, "[", label(), "] out_features must be positive, got ",
+                 given.out_features);
 }
 
 BasicLinearImpl::BasicLinearImpl(Options options_)

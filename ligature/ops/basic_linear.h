@@ -95,7 +95,7 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
   const Tensor& weight() const { return parameter_owner().own_parameters()["weight"]; }
 
   Options options;
-  static void check_options(const Options& options);
+  void check_options(const Options& given) const;
   LIGATURE_OPTIONS_AS_DATA
 
  private:

@@ -8,6 +8,10 @@ namespace ligature {
 namespace {
 
 OpList make_basic_ops(const LinearOptions& options) {
+  LIGATURE_CHECK(options.in_features > 0, "[Linear] in_features must be positive, got ",
+                 options.in_features);
+  LIGATURE_CHECK(options.out_features > 0, "[Linear] out_features must be positive, got ",
+                 options.out_features);
   BasicLinearOptions linear(options.in_features, options.out_features);
   linear.accumulate_into_main_grad = options.accumulate_into_main_grad;
   linear.device = at::kMeta;

@@ -7,15 +7,16 @@
 
 namespace ligature {
 
-void NormOperation::check_options(const Options& options) {
-  bool positive = !options.normalized_shape.empty();
-  for (int64_t size : options.normalized_shape) positive = positive && size > 0;
-  LIGATURE_CHECK(positive, "a norm's normalized_shape must be one or more positive sizes, got ",
-                 sizes_string(options.normalized_shape));
-  LIGATURE_CHECK(options.eps >= 0 && std::isfinite(options.eps),
-                 "a norm's eps must be zero or more, got ", options.eps);
-  LIGATURE_CHECK(options.sm_margin >= 0, "a norm's sm_margin must be zero or more, got ",
-                 options.sm_margin);
+void NormOperation::check_options(const Options& given) const {
+  bool positive = !given.normalized_shape.empty();
+  for (int64_t size : given.normalized_shape) positive = positive && size > 0;
+  LIGATURE_CHECK(positive, "[", name(),
+                 "] normalized_shape must be one or more positive sizes, got ",
+                 sizes_string(given.normalized_shape));
+  LIGATURE_CHECK(given.eps >= 0 && std::isfinite(given.eps), "[", name(),
+                 "] eps must be zero or more, got ", given.eps);
+  LIGATURE_CHECK(given.sm_margin >= 0, "[", name(), "] sm_margin must be zero or more, got ",
+                 given.sm_margin);
 }
 
 NormOperation::NormOperation(std::string name, Options options_, bool has_bias)

@@ -69,7 +69,7 @@ class NormOperation : public BasicOperation {
   OpBackwardResult backward(const NormBwdArgs& args, const OperationContext& ctx) const;
 
   Options options;
-  static void check_options(const Options& options);
+  void check_options(const Options& options) const;
   LIGATURE_OPTIONS_AS_DATA
 
  protected:

@@ -33,6 +33,8 @@ class Quantizer {
   virtual std::shared_ptr<QuantizedTensor> quantize(const at::Tensor& x) const = 0;
 };
 
+using QuantizerPtr = std::shared_ptr<const Quantizer>;
+
 /// What a recipe is to a plan: something that can change, and by which plans differ.
 class Recipe {
  public:

@@ -21,13 +21,14 @@ class PythonFuser {
   /// `ops` is kept by the Python object, where the garbage collector sees it, not from here.
   PythonFuser(const py::list& ops, const std::string& recompute, bool fuse, bool use_channels,
               std::vector<std::string> open_channels)
-      : fuser_(prepare(ops), {recompute_from_string(recompute), fuse, use_channels,
-                              std::move(open_channels)}),
+      : fuser_(prepare(ops),
+               {recompute_from_string(recompute), fuse, use_channels, std::move(open_channels)}),
         kept_(ops) {
     for (const auto& op : fuser_.basic_ops()) sources_.emplace_back(python_of(op), *op);
   }
 
   py::object call(const py::handle& input, const py::args& extra_inputs, const py::handle& kwargs) {
+    fuser_.prepare();
     Call call;
     call.input = unwrap_input(input);
     call.extra_inputs.reserve(extra_inputs.size());
@@ -66,7 +67,7 @@ class PythonFuser {
     for (const PlanStep& step : forward ? plan->forward : plan->backward) {
       py::list indices;
       for (size_t i = step.first; i < step.first + step.count; ++i) indices.append(i);
-      out.append(py::make_tuple(python_of(step.op), indices));
+      out.append(py::make_tuple(kept_object(step.op), indices));
     }
     return out;
   }
@@ -110,6 +111,20 @@ class PythonFuser {
     return list;
   }
 
+  /// One Python object per operation of a plan, also for those made in C++.
+  py::object kept_object(const OpPtr& op) const {
+    if (op->host != nullptr) return python_of(op);
+    for (const auto& item : kept_) {
+      py::object handle = py::getattr(item, "_op", py::none());
+      if (!handle.is_none() && handle.cast<FusibleOperation*>() == op.get()) {
+        return py::reinterpret_borrow<py::object>(item);
+      }
+    }
+    py::object made = python_of(op);
+    kept_.attr("append")(made);
+    return made;
+  }
+
   Value unwrap_input(const py::handle& input) const {
     LIGATURE_CHECK_TYPE(THPVariable_Check(input.ptr()), "[", fuser_.basic_ops().front()->label(),
                         "] input must be a tensor, got ",
@@ -136,8 +151,8 @@ class PythonFuser {
   py::handle kept_;
 };
 
-/// Tells whether the modules in a container, or the hooks on them, are still those that were grouped.
-/// Everything it looks at is kept by the container.
+/// Tells whether the modules in a container, or the hooks on them, are still those that were
+/// grouped. Everything it looks at is kept by the container.
 class ModuleWatch {
  public:
   ModuleWatch(const py::dict& modules, const py::list& hook_dicts)

@@ -127,7 +127,9 @@ Kept kept_from(const FusibleOperation& op, const py::handle& tensors, const py::
     kept.tensors.emplace_back(t);
   }
   if (state && !state.is_none()) {
-    kept.state = state_from_dict(py::reinterpret_borrow<py::dict>(state), "state to keep");
+    const auto dict = py::reinterpret_borrow<py::dict>(state);
+    kept.state = state_from_dict(dict, "state to keep");
+    kept.host = hold(dict.attr("copy")());
   }
   return kept;
 }
@@ -174,6 +176,7 @@ void GuestCalls::call_save_ctx(const FusibleOperation& op, CtxList ctxs, const V
     py::list tensors;
     for (size_t k = 0; k < ctxs.size(); ++k) {
       ctxs[k]->state = result.kept[k].state;
+      ctxs[k]->host = result.kept[k].host;
       py::tuple kept(result.kept[k].tensors.size());
       for (size_t i = 0; i < kept.size(); ++i) kept[i] = wrap(result.kept[k].tensors[i]);
       tensors.append(kept);
@@ -190,6 +193,13 @@ void GuestCalls::call_save_ctx(const FusibleOperation& op, CtxList ctxs, const V
 
 FuserForwardResult GuestCalls::call_forward(FusibleOperation& op, CtxList ctxs, const Value& input,
                                             ArgsList args) {
+  if (is_op_form(form_)) {
+    const auto& basic = static_cast<const BasicOperation&>(op);
+    LIGATURE_CHECK_STATE(basic.num_extra_inputs() == 0 && basic.num_extra_outputs() == 0, "[",
+                         op.label(), "] has ", basic.num_extra_inputs(), " extra inputs and ",
+                         basic.num_extra_outputs(),
+                         " extra outputs, so it must define fuser_forward and fuser_backward");
+  }
   if (form_ == Form::OpSplit || form_ == Form::FuserSplit) {
     return op.FusibleOperation::fuser_forward(ctxs, input, args);
   }
@@ -258,13 +268,11 @@ void GuestCalls::call_pre(const FusibleOperation& op, const char* method, const 
   object_of(op).attr(method)(**kwargs);
 }
 
-const Quantizer* GuestCalls::call_quantizer(const FusibleOperation& op, const char* method,
-                                            std::unique_ptr<PythonQuantizer>& slot) {
+QuantizerPtr GuestCalls::call_quantizer(const FusibleOperation& op, const char* method) {
   if (!has_quantizers_) return nullptr;
-  return with_python([&]() -> const Quantizer* {
+  return with_python([&]() -> QuantizerPtr {
     py::object quantizer = object_of(op).attr(method)();
-    slot = quantizer.is_none() ? nullptr : std::make_unique<PythonQuantizer>(quantizer);
-    return slot.get();
+    return quantizer.is_none() ? nullptr : std::make_shared<PythonQuantizer>(quantizer);
   });
 }
 
@@ -281,12 +289,12 @@ void GuestOperation::pre_fuser_forward(bool requires_grad) {
   });
 }
 
-const Quantizer* GuestOperation::get_input_quantizer() {
-  return call_quantizer(*this, "get_input_quantizer", input_quantizer_);
+QuantizerPtr GuestOperation::get_input_quantizer() {
+  return call_quantizer(*this, "get_input_quantizer");
 }
 
-const Quantizer* GuestOperation::get_grad_output_quantizer() {
-  return call_quantizer(*this, "get_grad_output_quantizer", grad_output_quantizer_);
+QuantizerPtr GuestOperation::get_grad_output_quantizer() {
+  return call_quantizer(*this, "get_grad_output_quantizer");
 }
 
 void bind_guests(py::module_& m) {

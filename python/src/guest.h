@@ -38,8 +38,7 @@ class GuestCalls {
                                   ArgsList args);
   FuserBackwardResult call_backward(const FusibleOperation& op, CtxList ctxs,
                                     const Value& grad_output, GradList grad_extra_outputs);
-  const Quantizer* call_quantizer(const FusibleOperation& op, const char* method,
-                                  std::unique_ptr<PythonQuantizer>& slot);
+  QuantizerPtr call_quantizer(const FusibleOperation& op, const char* method);
   void call_pre(const FusibleOperation& op, const char* method, const py::dict& kwargs);
 
   Form form_;
@@ -61,8 +60,8 @@ class GuestOperation : public BasicOperation, public GuestCalls {
   }
   void pre_first_fuser_forward() override;
   void pre_fuser_forward(bool requires_grad) override;
-  const Quantizer* get_input_quantizer() override;
-  const Quantizer* get_grad_output_quantizer() override;
+  QuantizerPtr get_input_quantizer() override;
+  QuantizerPtr get_grad_output_quantizer() override;
   FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override {
     return call_compute(*this, input, args);
   }
@@ -81,8 +80,6 @@ class GuestOperation : public BasicOperation, public GuestCalls {
  private:
   size_t num_extra_inputs_ = 0;
   size_t num_extra_outputs_ = 0;
-  std::unique_ptr<PythonQuantizer> input_quantizer_;
-  std::unique_ptr<PythonQuantizer> grad_output_quantizer_;
 };
 
 class GuestFusedOperation : public FusedOperation, public GuestCalls {

@@ -15,8 +15,8 @@ namespace ligature::python {
 /// demand.
 py::object python_of(const OpPtr& op);
 
-/// A list that a fuser's Python object holds: fused operations that Python makes while the fuser plans
-/// are kept there, where the garbage collector sees them.
+/// A list that a fuser's Python object holds: fused operations that Python makes while the fuser
+/// plans are kept there, where the garbage collector sees them.
 class KeepScope {
  public:
   explicit KeepScope(const py::handle& list);

@@ -9,7 +9,14 @@ namespace ligature::python {
 std::optional<PlainValue> to_plain(const py::handle& value) {
   if (value.is_none()) return PlainValue{};
   if (PyBool_Check(value.ptr())) return PlainValue{value.ptr() == Py_True};
-  if (PyLong_Check(value.ptr())) return PlainValue{value.cast<int64_t>()};
+  static auto* enum_class = new py::object(py::module_::import("enum").attr("Enum"));
+  if (py::isinstance(value, *enum_class)) return PlainValue{py::str(value).cast<std::string>()};
+  if (PyLong_Check(value.ptr())) {
+    int overflow = 0;
+    const int64_t number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+    if (overflow != 0) return std::nullopt;
+    return PlainValue{number};
+  }
   if (PyFloat_Check(value.ptr())) return PlainValue{value.cast<double>()};
   if (PyUnicode_Check(value.ptr())) return PlainValue{value.cast<std::string>()};
   if (THPDtype_Check(value.ptr())) {
@@ -18,8 +25,9 @@ std::optional<PlainValue> to_plain(const py::handle& value) {
   if (PyTuple_Check(value.ptr()) || PyList_Check(value.ptr())) {
     std::vector<int64_t> numbers;
     for (const auto& item : py::reinterpret_borrow<py::sequence>(value)) {
-      if (!PyLong_Check(item.ptr()) || PyBool_Check(item.ptr())) return std::nullopt;
-      numbers.push_back(item.cast<int64_t>());
+      const auto number = to_plain(item);
+      if (!number || !std::holds_alternative<int64_t>(*number)) return std::nullopt;
+      numbers.push_back(std::get<int64_t>(*number));
     }
     return PlainValue{std::move(numbers)};
   }
@@ -46,7 +54,7 @@ PlainState state_from_dict(const py::dict& values, const char* what) {
   for (const auto& [key, value] : values) {
     auto plain = to_plain(value);
     LIGATURE_CHECK_TYPE(plain.has_value(), what, " '", py::str(key).cast<std::string>(),
-                        "' must be plain (bool, int, float, str, dtype, shape or None), got ",
+                        "' must be plain (bool, int, float, str, enum, dtype, shape or None), got ",
                         py::str(py::type::of(value)).cast<std::string>());
     state.set(py::str(key).cast<std::string>(), std::move(*plain));
   }

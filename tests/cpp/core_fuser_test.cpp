@@ -71,7 +71,7 @@ TEST(Fuser, PlanGroupsDifferentlyInForwardAndBackward) {
   EXPECT_EQ(fuser.plan(), nullptr);
   fuser(torch::randn({2, 8}, torch::kFloat64).requires_grad_());
   EXPECT_EQ(names(fuser.plan()->forward),
-            (Names{"LayerNorm", "ForwardLinearBiasActivation", "BasicLinear", "Bias"}));
+            (Names{"LayerNorm", "ForwardLinearBiasActivation", "ForwardLinearBiasActivation"}));
   EXPECT_EQ(names(fuser.plan()->backward),
             (Names{"LayerNorm", "BasicLinear", "BackwardActivationBias", "BasicLinear", "Bias"}));
 }
@@ -134,12 +134,12 @@ TEST(Registry, AResultThatIsNotTheSameOperationsNamesBothLists) {
 }
 
 TEST(Registry, ConsiderationsSayWhyNot) {
-  OperationFuser fuser({Linear(4, 4).ptr(), Dropout(0.1).ptr()});
-  fuser(torch::randn({2, 4}));
+  OperationFuser fuser({BasicLinear(4, 4).ptr(), Dropout(0.1).ptr(), AddExtraInput().ptr()});
+  fuser(torch::randn({2, 4}), {torch::randn({2, 4})});
   bool found = false;
   for (const auto& report : fuser.plan()->reports) {
     for (const auto& c : report.considered) {
-      if (c.fusion != "ForwardLinearBiasActivation") continue;
+      if (c.fusion != "ForwardLinearBiasAdd") continue;
       found = true;
       EXPECT_NE(c.reason.find("found Dropout"), std::string::npos) << c.reason;
     }

@@ -130,24 +130,27 @@ TEST(Channels, ErrorsNameTheOperations) {
   {
     AddExtraInput end;
     end->set_extra_input_channel(0, "lost");
-    EXPECT_NE(error_of([&] { OperationFuser({SiLU().ptr(), end.ptr()}); })
-                  .find("AddExtraInput (operation 1) takes channel 'lost', but no operation"),
+    EXPECT_NE(error_of([&] {
+                OperationFuser({SiLU().ptr(), end.ptr()});
+              }).find("AddExtraInput (operation 1) takes channel 'lost', but no operation"),
               std::string::npos);
   }
   {
     Residual r(false);
-    EXPECT_NE(error_of([&] { OperationFuser({r.end.ptr(), r.start.ptr()}); })
-                  .find("its producer MakeExtraOutput (operation 1) comes later"),
+    EXPECT_NE(error_of([&] {
+                OperationFuser({r.end.ptr(), r.start.ptr()});
+              }).find("its producer MakeExtraOutput (operation 1) comes later"),
               std::string::npos);
   }
   {
     MakeExtraOutput a, b;
     a->set_extra_output_channel(0, "x");
     b->set_extra_output_channel(0, "x");
-    EXPECT_NE(error_of([&] { OperationFuser({a.ptr(), b.ptr()}); })
-                  .find("two producers: MakeExtraOutput (operation 0) and MakeExtraOutput (operation "
-                        "1)"),
-              std::string::npos);
+    EXPECT_NE(
+        error_of([&] { OperationFuser({a.ptr(), b.ptr()}); })
+            .find("two producers: MakeExtraOutput (operation 0) and MakeExtraOutput (operation "
+                  "1)"),
+        std::string::npos);
   }
   {
     MakeExtraOutput a;

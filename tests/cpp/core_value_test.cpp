@@ -62,7 +62,7 @@ class ConsumerImpl : public Operation<ConsumerImpl> {
  public:
   using Options = NoOptions;
   explicit ConsumerImpl(Options given = {}) : Operation("Consumer"), options(given) {}
-  const Quantizer* get_input_quantizer() override { return &quantizer; }
+  QuantizerPtr get_input_quantizer() override { return quantizer; }
   OpForwardResult op_forward_compute(const Value& input, const OpArgs&) override {
     was_quantized = input.is_quantized();
     Tensor x = input.dequantized();
@@ -77,7 +77,7 @@ class ConsumerImpl : public Operation<ConsumerImpl> {
     return {dy.tensor() * 2 * ctx.saved_value(0).dequantized(), {}};
   }
   Options options;
-  SixteenthsQuantizer quantizer;
+  QuantizerPtr quantizer = std::make_shared<SixteenthsQuantizer>();
   bool was_quantized = false;
   bool saved_quantized = false;
 };
@@ -88,7 +88,7 @@ TEST(Value, QuantizedBetweenTwoStepsAndInTheNode) {
   OperationFuser fuser({producer, consumer});
   Tensor x = torch::tensor({0.25F, -1.0F, 0.5F}).requires_grad_();
   Tensor y = fuser(x)[0];
-  EXPECT_EQ(producer->asked, &consumer->quantizer);
+  EXPECT_EQ(producer->asked, consumer->quantizer.get());
   EXPECT_TRUE(consumer->was_quantized);
   expect_close(y, (x * x).to(torch::kFloat64), at::kFloat, "y");
   y.sum().backward();
@@ -101,8 +101,8 @@ TEST(Value, ALinearTakesAQuantizedInput) {
   class QuantizingLinear : public BasicLinearImpl {
    public:
     using BasicLinearImpl::BasicLinearImpl;
-    const Quantizer* get_input_quantizer() override { return &quantizer; }
-    SixteenthsQuantizer quantizer;
+    QuantizerPtr get_input_quantizer() override { return quantizer; }
+    QuantizerPtr quantizer = std::make_shared<SixteenthsQuantizer>();
   };
   auto linear = std::make_shared<QuantizingLinear>(3, 2);
   OperationFuser fuser({producer, linear});

@@ -156,8 +156,8 @@ TEST(FusedDenseMLP, NeedsLeaveToRecompute) {
   bool told = false;
   for (const auto& report : fuser.plan()->reports) {
     for (const auto& considered : report.considered) {
-      told = told || (considered.fusion == "DenseMLP" &&
-                      considered.reason == "recompute is not 'cheap'");
+      told = told ||
+             (considered.fusion == "DenseMLP" && considered.reason == "recompute is not 'cheap'");
     }
   }
   EXPECT_TRUE(told);
@@ -221,10 +221,10 @@ TEST(FusedDenseMLP, SavesOnlyWhatItCannotRecompute) {
     for (const PlanStep& step : plan.forward) {
       std::vector<OperationContext*> ctxs;
       for (size_t i = step.first; i < step.first + step.count; ++i) ctxs.push_back(&contexts[i]);
-      value = step.op
-                  ->fuser_forward(ctxs, value,
-                                  at::ArrayRef<OpArgs>(args).slice(step.first, step.count))
-                  .output;
+      value =
+          step.op
+              ->fuser_forward(ctxs, value, at::ArrayRef<OpArgs>(args).slice(step.first, step.count))
+              .output;
     }
     for (const auto& ctx : contexts) {
       for (const Value& saved : ctx.saved()) {
@@ -233,7 +233,8 @@ TEST(FusedDenseMLP, SavesOnlyWhatItCannotRecompute) {
     }
     return elements;
   };
-  // x, rstd and the first GEMM's output; without it also the outputs of the norm and the activation.
+  // x, rstd and the first GEMM's output; without it also the outputs of the norm and the
+  // activation.
   EXPECT_EQ(saved_elements(cheap()), 64 * (kModel + 1 + kHidden));
   EXPECT_EQ(saved_elements({}), 64 * (kModel + 1 + kModel + kHidden + kHidden / 2));
 }

@@ -52,7 +52,8 @@ TEST(FusedOneDirection, EqualTheirBasicOperations) {
       const Tensors leaves = leaves_of(chain.inputs, parameters_of(chain.ops));
       for_each_frozen_pattern(leaves, [&](const std::string& pattern) {
         const RunResult wanted = run_mixed(chain.ops, chain.inputs, false, false);
-        for (const auto& [forward, backward] : {std::pair{true, true}, {true, false}, {false, true}}) {
+        for (const auto& [forward, backward] :
+             {std::pair{true, true}, {true, false}, {false, true}}) {
           const RunResult got = run_mixed(chain.ops, chain.inputs, forward, backward);
           const std::string where = describe_chain(chain) + ", " + pattern +
                                     (forward ? ", fused forward" : "") +

@@ -6,8 +6,8 @@
 #include "ops_test_support.h"
 
 struct Chain {
-  std::string fusion;     ///< the step that must appear ...
-  ligature::Pass pass;    ///< ... in this pass
+  std::string fusion;   ///< the step that must appear ...
+  ligature::Pass pass;  ///< ... in this pass
   ligature::OpList ops;
   Inputs inputs;
 };

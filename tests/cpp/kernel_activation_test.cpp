@@ -293,9 +293,8 @@ TEST(ActivationTest, BadArgumentsNameWantedAndGot) {
     }
     return "no error";
   };
-  const std::string odd = message([] {
-    kernels::activation_forward(at::ones({2, 5}), {.kind = ActivationKind::GLU});
-  });
+  const std::string odd =
+      message([] { kernels::activation_forward(at::ones({2, 5}), {.kind = ActivationKind::GLU}); });
   EXPECT_NE(odd.find("[GLU] wanted a last dimension divisible by 2, got 5"), std::string::npos)
       << odd;
   const std::string scales = message([] {

@@ -52,9 +52,11 @@ TEST(OpsBranch, AddExtraInputInPlace) {
                  "a leaf Variable that requires grad is being used in an in-place");
   torch::NoGradGuard no_grad;
   EXPECT_TRUE(fuser(x, {source})[0].is_alias_of(source));
-  c10::InferenceMode inference;
-  const Tensor plain = leaf({4});
-  EXPECT_TRUE(fuser(leaf({4}), {plain})[0].is_alias_of(plain));
+  const Tensor inference_tensor = [] {
+    c10::InferenceMode inference;
+    return leaf({4});
+  }();
+  EXPECT_TRUE(fuser(leaf({4}), {inference_tensor})[0].is_alias_of(inference_tensor));
 }
 
 TEST(OpsBranch, InPlaceChangesAreCaught) {

@@ -67,7 +67,8 @@ def test_residual_block_frozen(x_grad: bool) -> None:
     ops = residual_block()
     parameters = [p for op in ops for p in op.parameters()]
     for _ in freezing_patterns(parameters):
-        check_equal_to_unfused(ops, make_input(3, 24, requires_grad=x_grad))
+        fuser = check_equal_to_unfused(ops, make_input(3, 24, requires_grad=x_grad))
+        assert forward_names(fuser)[-1] == "ForwardLinearBiasAdd"
 
 
 def test_residual_block_against_float64() -> None:

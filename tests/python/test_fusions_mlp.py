@@ -101,7 +101,8 @@ def test_every_frozen_subset(residual: str, x_grad: bool) -> None:
     assert len(parameters) == 5
     x = make_input(3, HIDDEN, requires_grad=x_grad)
     for _ in freezing_patterns(parameters):
-        check_equal_to_unfused(ops, x, recompute="cheap", scale=4)
+        fuser = check_equal_to_unfused(ops, x, recompute="cheap", scale=4)
+        assert forward_names(fuser) == ["DenseMLP"]
 
 
 def test_shapes() -> None:
@@ -154,6 +155,7 @@ def test_the_same_gradients_as_without_recomputing() -> None:
         x = make_input(5, HIDDEN)
         model.zero_grad()
         model(x).square().sum().backward()
+        assert ("DenseMLP" in backward_names(model._module_groups[0])) == (mode == "cheap")
         results.append([x.grad, *(p.grad.clone() for p in model.parameters())])
     for a, b in zip(*results, strict=True):
         assert_close(a, b, torch.float32, scale=10)
@@ -241,6 +243,7 @@ def test_retained_graph_gives_the_same_gradients_twice() -> None:
     model = te.ops.Sequential(*mlp_ops(residual="after"), recompute="cheap")
     x = make_input(5, HIDDEN)
     y = model(x)
+    assert backward_names(model._module_groups[0]) == ["DenseMLP"]
     loss = y.square().sum()
     first = torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True)
     second = torch.autograd.grad(loss, [x, *model.parameters()])

@@ -56,8 +56,20 @@ def check_equal_to_unfused(
     *inputs: Tensor,
     scale: float = 2.0,
     recompute: str = "none",
+    precision: torch.dtype | None = None,
 ) -> te.ops.OperationFuser:
-    """Runs the operations fused and one by one; returns the fuser, for its plan."""
+    """Runs the operations fused and one by one; returns the fuser, for its plan.
+
+    ``precision``: of the computation, where that is not each result's own dtype.
+    """
+
+    def compare(a: Tensor | None, b: Tensor | None, what: str) -> None:
+        if a is None or b is None or precision is None:
+            assert_close(a, b, None if b is None else b.dtype, scale=scale, what=what)
+            return
+        assert a.dtype == b.dtype, what
+        assert_close(a.to(precision), b, precision, scale=scale, what=what)
+
     ops = list(ops)
     fused = te.ops.OperationFuser(ops, recompute=recompute)
     plain = te.ops.OperationFuser(ops, fuse=False)
@@ -67,9 +79,9 @@ def check_equal_to_unfused(
     assert len(plain._backward_ops) == len(plain._basic_ops)
     for k, (a, b) in enumerate(zip(got, wanted, strict=True)):
         assert a.requires_grad == b.requires_grad
-        assert_close(a, b, b.dtype, scale=scale, what=f"output {k}")
+        compare(a, b, f"output {k}")
     for k, (a, b) in enumerate(zip(got_grads, wanted_grads, strict=True)):
-        assert_close(a, b, None if b is None else b.dtype, scale=scale, what=f"gradient {k}")
+        compare(a, b, f"gradient {k}")
     return fused
 
 

@@ -40,6 +40,9 @@ class Linear(FusedOperation):
     ) -> None:
         torch.nn.Module.__init__(self)
         check_tensor_parallel("Linear", tensor_parallel_mode, tensor_parallel_group)
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if size <= 0:
+                raise ValueError(f"[Linear] {name} must be positive, got {size}")
         self._rng_state_tracker_function = rng_state_tracker_function
         linear = BasicLinear(
             in_features,
