@@ -12,7 +12,7 @@ BackwardAddNorm::BackwardAddNorm(std::string name, const OpList& ops)
 
 FuserBackwardResult BackwardAddNorm::fuser_backward(CtxList ctxs, const Value& grad_output,
                                                     GradList grad_extra_outputs) {
-  NormBwdArgs args = NormOperation::backward_args(*ctxs[1], grad_output);
+  NormBwdArgs args = norm_.backward_args(*ctxs[1], grad_output);
   args.add = grad_extra_outputs[0][0];
   OpBackwardResult grads = norm_.backward(args, *ctxs[1]);
   FuserBackwardResult out = fused_backward_result(2);

@@ -17,7 +17,7 @@ std::vector<FusionRule> builtin_fusions(Pass pass) {
       return {dense_mlp_with_residual_rule(), dense_mlp_rule()};
     case Pass::Forward:
       return {forward_linear_scale_add_rule(), forward_linear_bias_add_rule(),
-              forward_linear_bias_activation_rule()};
+              forward_linear_bias_activation_rule(), forward_linear_bias_rule()};
     case Pass::Backward:
       return {backward_linear_add_rule(), backward_linear_scale_rule(),
               backward_activation_bias_rule(), backward_add_layer_norm_rule(),

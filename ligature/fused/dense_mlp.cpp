@@ -77,7 +77,8 @@ void DenseMLP::fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserFor
   const at::ScalarType dtype1 = fc1_->compute_dtype(args[fc1_.at]);
   const at::ScalarType dtype2 = fc2_->compute_dtype(args[fc2_.at]);
 
-  NormOperation::save_dtypes(*ctxs[norm_.at], args[norm_.at]);
+  norm_->save_state(*ctxs[norm_.at], args[norm_.at]);
+  save_spec(*ctxs[activation_.at], activation_->spec());
   for (const auto& bias : {bias1_, bias2_}) {
     if (bias) BiasImpl::save_dtypes(*ctxs[bias.at], args[bias.at]);
   }
@@ -126,7 +127,7 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
   }
   if (!needs(fc2_.at).op) return out;
 
-  const kernels::ActivationSpec spec = activation_->spec();
+  const kernels::ActivationSpec spec = saved_spec(*ctxs[activation_.at], activation_->spec());
   Value da;
   {
     Tensor a;
@@ -153,7 +154,9 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
     if (needs(fc1_.at).param(0)) {
       h = norm_->apply(prepare(saved.saved_value(kX)), saved.saved_tensor(kMean),
                        saved.saved_tensor(kRstd), saved.saved_tensor(kNormWeight),
-                       saved.saved_tensor(kNormBias), ctx.state.get<at::ScalarType>("input_dtype"));
+                       saved.saved_tensor(kNormBias),
+                       norm_->saved_zero_centered_gamma(*ctxs[norm_.at]),
+                       ctx.state.get<at::ScalarType>("input_dtype"));
     }
     LinearBwdArgs args = fc1_->backward_args(ctx, dz.dx, h, saved.saved_value(kW1));
     const bool add_in_gemm = forks_after_norm() && args.input_dtype == args.compute_dtype;
@@ -165,9 +168,9 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
   }
   if (!needs(norm_.at).op) return out;
 
-  NormBwdArgs args = NormOperation::backward_args(
-      *ctxs[norm_.at], dh, saved.saved_value(kX), saved.saved_tensor(kMean),
-      saved.saved_tensor(kRstd), saved.saved_tensor(kNormWeight));
+  NormBwdArgs args =
+      norm_->backward_args(*ctxs[norm_.at], dh, saved.saved_value(kX), saved.saved_tensor(kMean),
+                           saved.saved_tensor(kRstd), saved.saved_tensor(kNormWeight));
   if (forks_before_norm()) args.add = dresidual;
   OpBackwardResult grads = norm_->backward(args, *ctxs[norm_.at]);
   out.grad_params[norm_.at] = std::move(grads.grad_params);

@@ -35,17 +35,26 @@ void ForwardLinearBiasActivation::fuser_forward_save_ctx(CtxList ctxs, const Val
   save_basic_op(*activation_, *ctxs.back(), result.kept.back().tensors[0], {}, args.back());
 }
 
+namespace {
+
+OpPtr make(const Match& match) { return std::make_shared<ForwardLinearBiasActivation>(match.ops); }
+
+}  // namespace
+
 FusionRule forward_linear_bias_activation_rule() {
   return {"ForwardLinearBiasActivation",
           {of<BasicLinearImpl>("BasicLinear"), optional(of<BiasImpl>("Bias")),
-           optional(of<ActivationOperation>("an activation"))},
-          [](const Match& match, const PlanOptions&) -> std::string {
-            return match.ops.size() > 1 ? ""
-                                        : "neither a bias nor an activation follows the linear";
-          },
-          [](const Match& match) -> OpPtr {
-            return std::make_shared<ForwardLinearBiasActivation>(match.ops);
-          }};
+           of<ActivationOperation>("an activation")},
+          nullptr,
+          make};
+}
+
+FusionRule forward_linear_bias_rule() {
+  return {"ForwardLinearBiasActivation without an activation",
+          {of<BasicLinearImpl>("BasicLinear"), of<BiasImpl>("Bias")},
+          nullptr,
+          make,
+          /*last=*/true};
 }
 
 }  // namespace ligature

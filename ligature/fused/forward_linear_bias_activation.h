@@ -23,5 +23,7 @@ class ForwardLinearBiasActivation : public FusedOperation {
 };
 
 FusionRule forward_linear_bias_activation_rule();
+/// What is left of linears with a bias when all other fusions have had their turn.
+FusionRule forward_linear_bias_rule();
 
 }  // namespace ligature

@@ -50,7 +50,7 @@ void OperationFuser::check_call(const Call& call) const {
 
 std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key,
                                                      const std::shared_ptr<const Recipe>& recipe) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (const auto& [known, plan] : plans_) {
     if (known == key) {
       if (last_plan_ != plan) last_plan_ = plan;
@@ -71,12 +71,12 @@ std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key,
 }
 
 std::shared_ptr<const Plan> OperationFuser::plan() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   return last_plan_;
 }
 
 void OperationFuser::set_recompute(Recompute recompute) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (recompute == options_.recompute) return;
   options_.recompute = recompute;
   plans_.clear();

@@ -65,7 +65,7 @@ class OperationFuser {
   std::vector<BasicOpPtr> basic_ops_;
   std::shared_ptr<const Wiring> wiring_;
   FuserOptions options_;
-  mutable std::mutex mutex_;
+  mutable std::recursive_mutex mutex_;  // a fusion may look at the fuser that is being planned
   std::vector<std::pair<PlanKey, std::shared_ptr<const Plan>>> plans_;
   std::shared_ptr<const Plan> last_plan_;
   std::atomic<bool> prepared_{false};

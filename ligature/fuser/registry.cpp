@@ -13,6 +13,11 @@ namespace {
 struct Entry {
   uint64_t id;
   std::shared_ptr<const Fusion> fusion;
+
+  bool last() const {
+    const auto* rule = std::get_if<FusionRule>(fusion.get());
+    return rule != nullptr && rule->last;
+  }
 };
 
 struct Registry {
@@ -60,8 +65,12 @@ FusionHandle register_fusion(Pass pass, Fusion fusion, bool prepend) {
   std::lock_guard<std::mutex> lock(all.mutex);
   const uint64_t id = all.next_id++;
   auto& entries = all.entries(pass);
-  entries.insert(prepend ? entries.begin() : entries.end(),
-                 {id, std::make_shared<const Fusion>(std::move(fusion))});
+  Entry entry{id, std::make_shared<const Fusion>(std::move(fusion))};
+  auto place = prepend        ? entries.begin()
+               : entry.last() ? entries.end()
+                              : std::find_if(entries.begin(), entries.end(),
+                                             [](const Entry& other) { return other.last(); });
+  entries.insert(place, std::move(entry));
   ++all.version;
   return {pass, id};
 }

@@ -47,6 +47,8 @@ struct FusionRule {
   /// Why a match is not fused; empty when it is.
   std::function<std::string(const Match&, const PlanOptions&)> why_not;
   std::function<OpPtr(const Match&)> make;
+  /// Tried after every other fusion of its pass, also those registered later.
+  bool last = false;
 };
 
 /// A place of a pattern: an operation of this class.

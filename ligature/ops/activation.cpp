@@ -56,6 +56,36 @@ void SiTUGLUOptions::fill(kernels::ActivationSpec& spec) const {
   spec.beta2 = beta2;
 }
 
+namespace {
+
+template <class F>
+void each_option(kernels::ActivationSpec& spec, F&& f) {
+  using kernels::ActivationKind;
+  if (spec.kind == ActivationKind::ClampedSwiGLU) {
+    f("limit", spec.limit);
+    f("alpha", spec.alpha);
+    f("glu_linear_offset", spec.glu_linear_offset);
+  } else if (spec.kind == ActivationKind::SiTUGLU) {
+    f("beta1", spec.beta1);
+    f("beta2", spec.beta2);
+  } else if (spec.kind != ActivationKind::SwiGLU) {
+    return;
+  }
+  f("glu_interleave_size", spec.glu_interleave_size);
+}
+
+}  // namespace
+
+void save_spec(OperationContext& ctx, const kernels::ActivationSpec& spec) {
+  kernels::ActivationSpec copy = spec;
+  each_option(copy, [&](const char* name, auto& value) { ctx.state.set(name, value); });
+}
+
+kernels::ActivationSpec saved_spec(const OperationContext& ctx, kernels::ActivationSpec spec) {
+  each_option(spec, [&](const char* name, auto& value) { value = ctx.state.get_or(name, value); });
+  return spec;
+}
+
 ValueMeta infer_activation(const std::string& label, const kernels::ActivationSpec& spec,
                            const InferArgs& args) {
   check_floating(label, args.input);
@@ -98,6 +128,7 @@ OpForwardResult ActivationOperation::op_forward_compute(const Value& input, cons
 void ActivationOperation::op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept&,
                                               const OpArgs& args) {
   ctx.save_for_backward({input});
+  save_spec(ctx, spec());
   if (args.autocast_dtype) ctx.state.set("dtype", *args.autocast_dtype);
 }
 
@@ -107,7 +138,7 @@ kernels::ActivationBackward ActivationOperation::backward(const OperationContext
   const Value& input = ctx.saved_value(0);
   const at::ScalarType dtype = ctx.state.get_or("dtype", input.dtype());
   auto grads = kernels::activation_backward(prepare(grad_output, dtype), prepare(input, dtype),
-                                            spec(), {}, false, need_dbias);
+                                            saved_spec(ctx, spec()), {}, false, need_dbias);
   grads.dx = cast(grads.dx, input.dtype());
   return grads;
 }

@@ -31,6 +31,10 @@ class ActivationOperation : public BasicOperation {
                                        bool need_dbias = false) const;
 };
 
+/// What options say of an activation, kept for backward: they may be changed in between.
+void save_spec(OperationContext& ctx, const kernels::ActivationSpec& spec);
+kernels::ActivationSpec saved_spec(const OperationContext& ctx, kernels::ActivationSpec spec);
+
 /// Checks the input of an activation and tells its output.
 ValueMeta infer_activation(const std::string& label, const kernels::ActivationSpec& spec,
                            const InferArgs& args);

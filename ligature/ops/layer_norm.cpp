@@ -13,15 +13,16 @@ kernels::NormForward LayerNormImpl::forward(const Tensor& x, at::ArrayRef<Tensor
 }
 
 Tensor LayerNormImpl::apply(const Tensor& x, const Tensor& mean, const Tensor& rstd,
-                            const Tensor& w, const Tensor& b, at::ScalarType out_dtype) const {
-  return kernels::layer_norm_apply(x, mean, rstd, contiguous(w), contiguous(b),
-                                   options.zero_centered_gamma, out_dtype);
+                            const Tensor& w, const Tensor& b, bool zero_centered_gamma,
+                            at::ScalarType out_dtype) const {
+  return kernels::layer_norm_apply(x, mean, rstd, contiguous(w), contiguous(b), zero_centered_gamma,
+                                   out_dtype);
 }
 
 kernels::NormBackward LayerNormImpl::backward_kernel(const NormBwdArgs& args) const {
-  return kernels::layer_norm_backward(
-      args.dy, args.x, args.mean, args.rstd, args.w, options.zero_centered_gamma, args.add,
-      args.input_requires_grad, args.weight_requires_grad, args.bias_requires_grad);
+  return kernels::layer_norm_backward(args.dy, args.x, args.mean, args.rstd, args.w,
+                                      args.zero_centered_gamma, args.add, args.input_requires_grad,
+                                      args.weight_requires_grad, args.bias_requires_grad);
 }
 
 }  // namespace ligature

@@ -18,7 +18,7 @@ class LayerNormImpl : public Operation<LayerNormImpl, NormOperation> {
   kernels::NormForward forward(const Tensor& x, at::ArrayRef<Tensor> params,
                                at::ScalarType out_dtype) const override;
   Tensor apply(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& w,
-               const Tensor& b, at::ScalarType out_dtype) const override;
+               const Tensor& b, bool zero_centered_gamma, at::ScalarType out_dtype) const override;
 
  protected:
   kernels::NormBackward backward_kernel(const NormBwdArgs& args) const override;

@@ -65,8 +65,13 @@ OpForwardResult NormOperation::op_forward_compute(const Value& input, const OpAr
   return out;
 }
 
-void NormOperation::save_dtypes(OperationContext& ctx, const OpArgs& args) {
+void NormOperation::save_state(OperationContext& ctx, const OpArgs& args) const {
   if (args.params.size() > 1) ctx.state.set("bias_dtype", args.params[1].scalar_type());
+  ctx.state.set("zero_centered_gamma", options.zero_centered_gamma);
+}
+
+bool NormOperation::saved_zero_centered_gamma(const OperationContext& ctx) const {
+  return ctx.state.get_or("zero_centered_gamma", options.zero_centered_gamma);
 }
 
 // Saves the input, the statistics and the weight; only the last when it is all that backward needs.
@@ -81,10 +86,11 @@ void NormOperation::op_forward_save_ctx(OperationContext& ctx, const Value& inpu
   }
   saved.emplace_back(args.params[0]);
   ctx.save_for_backward(std::move(saved));
-  save_dtypes(ctx, args);
+  save_state(ctx, args);
 }
 
-NormBwdArgs NormOperation::backward_args(const OperationContext& ctx, const Value& grad_output) {
+NormBwdArgs NormOperation::backward_args(const OperationContext& ctx,
+                                         const Value& grad_output) const {
   const size_t n = ctx.num_saved();
   return backward_args(ctx, grad_output, ctx.saved_value(0), n > 3 ? ctx.saved_tensor(1) : Tensor(),
                        ctx.saved_tensor(n - 2), ctx.saved_tensor(n - 1));
@@ -92,8 +98,9 @@ NormBwdArgs NormOperation::backward_args(const OperationContext& ctx, const Valu
 
 NormBwdArgs NormOperation::backward_args(const OperationContext& ctx, const Value& grad_output,
                                          const Value& x, const Tensor& mean, const Tensor& rstd,
-                                         const Tensor& w) {
+                                         const Tensor& w) const {
   NormBwdArgs out;
+  out.zero_centered_gamma = saved_zero_centered_gamma(ctx);
   out.input_requires_grad = ctx.requires_grad.input;
   out.weight_requires_grad = ctx.requires_grad.param(0);
   out.bias_requires_grad = ctx.requires_grad.param(1);

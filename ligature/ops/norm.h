@@ -37,6 +37,7 @@ struct NormBwdArgs {
   bool input_requires_grad = false;
   bool weight_requires_grad = false;
   bool bias_requires_grad = false;
+  bool zero_centered_gamma = false;  ///< as it was in forward
 };
 
 class NormOperation : public BasicOperation {
@@ -59,13 +60,14 @@ class NormOperation : public BasicOperation {
                                        at::ScalarType out_dtype) const = 0;
   /// The forward's y again.
   virtual Tensor apply(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& w,
-                       const Tensor& b, at::ScalarType out_dtype) const = 0;
-  static void save_dtypes(OperationContext& ctx, const OpArgs& args);
-  static NormBwdArgs backward_args(const OperationContext& ctx, const Value& grad_output);
+                       const Tensor& b, bool zero_centered_gamma,
+                       at::ScalarType out_dtype) const = 0;
+  void save_state(OperationContext& ctx, const OpArgs& args) const;
+  bool saved_zero_centered_gamma(const OperationContext& ctx) const;
+  NormBwdArgs backward_args(const OperationContext& ctx, const Value& grad_output) const;
   /// With the operands given instead of saved.
-  static NormBwdArgs backward_args(const OperationContext& ctx, const Value& grad_output,
-                                   const Value& x, const Tensor& mean, const Tensor& rstd,
-                                   const Tensor& w);
+  NormBwdArgs backward_args(const OperationContext& ctx, const Value& grad_output, const Value& x,
+                            const Tensor& mean, const Tensor& rstd, const Tensor& w) const;
   OpBackwardResult backward(const NormBwdArgs& args, const OperationContext& ctx) const;
 
   Options options;

@@ -13,12 +13,12 @@ kernels::NormForward RMSNormImpl::forward(const Tensor& x, at::ArrayRef<Tensor> 
 }
 
 Tensor RMSNormImpl::apply(const Tensor& x, const Tensor&, const Tensor& rstd, const Tensor& w,
-                          const Tensor&, at::ScalarType out_dtype) const {
-  return kernels::rms_norm_apply(x, rstd, contiguous(w), options.zero_centered_gamma, out_dtype);
+                          const Tensor&, bool zero_centered_gamma, at::ScalarType out_dtype) const {
+  return kernels::rms_norm_apply(x, rstd, contiguous(w), zero_centered_gamma, out_dtype);
 }
 
 kernels::NormBackward RMSNormImpl::backward_kernel(const NormBwdArgs& args) const {
-  return kernels::rms_norm_backward(args.dy, args.x, args.rstd, args.w, options.zero_centered_gamma,
+  return kernels::rms_norm_backward(args.dy, args.x, args.rstd, args.w, args.zero_centered_gamma,
                                     args.add, args.input_requires_grad, args.weight_requires_grad);
 }
 

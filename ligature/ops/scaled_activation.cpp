@@ -40,6 +40,7 @@ FuserForwardResult ScaledActivationOperation::fuser_forward_compute(const Value&
 void ScaledActivationOperation::fuser_forward_save_ctx(CtxList ctxs, const Value& input,
                                                        FuserForwardResult&, ArgsList args) {
   ctxs[0]->save_for_backward({input, args[0].extra_inputs[0]});
+  save_spec(*ctxs[0], spec());
   if (args[0].autocast_dtype) ctxs[0]->state.set("dtype", *args[0].autocast_dtype);
 }
 
@@ -48,9 +49,9 @@ FuserBackwardResult ScaledActivationOperation::fuser_backward(CtxList ctxs,
   const OperationContext& ctx = *ctxs[0];
   const Value& input = ctx.saved_value(0);
   const at::ScalarType dtype = ctx.state.get_or("dtype", input.dtype());
-  auto grads = kernels::activation_backward(prepare(grad_output, dtype), prepare(input, dtype),
-                                            spec(), contiguous(ctx.saved_tensor(1)),
-                                            ctx.requires_grad.extra_input(0));
+  auto grads = kernels::activation_backward(
+      prepare(grad_output, dtype), prepare(input, dtype), saved_spec(ctx, spec()),
+      contiguous(ctx.saved_tensor(1)), ctx.requires_grad.extra_input(0));
   FuserBackwardResult out;
   if (ctx.requires_grad.input) out.grad_input = cast(grads.dx, input.dtype());
   out.grad_params.resize(1);

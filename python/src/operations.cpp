@@ -140,24 +140,18 @@ py::list parameters_of(const BasicOperation& op) {
   return out;
 }
 
-/// The built-in fusion of this name over just these operations.
+/// The built-in fused operation of this name over just these operations.
 OpPtr make_fused(const std::string& name, const py::handle& ops) {
   const OpList given = operations_of(ops, "[" + name + "] basic_ops");
   PlanOptions options;
   options.recompute = Recompute::Cheap;
   for (Pass pass : {Pass::Joint, Pass::Forward, Pass::Backward}) {
     for (const FusionRule& rule : builtin_fusions(pass)) {
-      if (rule.name != name) continue;
-      std::vector<Consideration> considered;
-      const OpList fused = apply_rule(rule, given, options, &considered);
-      const bool whole = fused.size() == 1 && fused[0]->is_fused_op();
-      LIGATURE_CHECK(
-          whole, "[", name, "] cannot stand for ", describe(given), ": ",
-          considered.empty() ? "the first operation does not match" : considered.front().reason);
-      return fused[0];
+      const OpList fused = apply_rule(rule, given, options, nullptr);
+      if (fused.size() == 1 && fused[0]->is_fused_op() && fused[0]->name() == name) return fused[0];
     }
   }
-  LIGATURE_CHECK(false, "there is no built-in fusion named '", name, "'");
+  LIGATURE_CHECK(false, "[", name, "] cannot stand for ", describe(given));
 }
 
 MainGrad find_main_grad(const BasicOperation&, const Tensor& parameter) {

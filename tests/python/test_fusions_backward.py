@@ -64,7 +64,7 @@ def test_linear_add(in_place: bool, dtype: torch.dtype) -> None:
     ops = [te.ops.SiLU(), Fork(in_place=in_place), Linear(24, 16, dtype=dtype)]
     fuser = check_equal_to_unfused(ops, make_input(5, 24, dtype=dtype))
     assert backward_names(fuser) == ["SiLU", "BackwardLinearAdd", "Bias"]
-    assert forward_names(fuser) == ["SiLU", "MakeExtraOutput", "BasicLinear", "Bias"]
+    assert forward_names(fuser) == ["SiLU", "MakeExtraOutput", "ForwardLinearBiasActivation"]
     check_indices(fuser)
 
 

@@ -151,12 +151,11 @@ def test_several_in_a_row() -> None:
     "ops",
     [
         lambda: [te.ops.Bias(24), GELU()],
-        lambda: [Linear(24, 24), te.ops.Dropout(0.0), GELU()],
-        lambda: [Linear(24, 24), te.ops.Bias(24), GELU()],
-        lambda: [GELU(), Linear(24, 24)],
-        lambda: [Linear(24, 24), te.ops.ConstantScale(2.0)],
-        lambda: [Linear(24, 24), te.ops.Identity(), GELU()],
-        lambda: [te.ops.LayerNorm(24), Linear(24, 24)],
+        lambda: [Linear(24, 24, bias=False), te.ops.Dropout(0.0), te.ops.Bias(24)],
+        lambda: [GELU(), Linear(24, 24, bias=False)],
+        lambda: [Linear(24, 24, bias=False), te.ops.ConstantScale(2.0)],
+        lambda: [Linear(24, 24, bias=False), te.ops.Identity(), GELU()],
+        lambda: [te.ops.LayerNorm(24), Linear(24, 24, bias=False)],
     ],
 )
 def test_nothing_to_fuse(ops) -> None:
@@ -164,14 +163,32 @@ def test_nothing_to_fuse(ops) -> None:
     assert len(fuser._forward_ops) == fuser._num_basic_ops
 
 
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(
+    "more",
+    [
+        lambda: [],
+        lambda: [te.ops.Dropout(0.0), GELU()],
+        lambda: [te.ops.Bias(16), GELU()],
+        lambda: [te.ops.ConstantScale(2.0)],
+    ],
+)
+def test_linear_and_bias_without_an_activation(more, dtype: torch.dtype) -> None:
+    ops = [Linear(24, 16, dtype=dtype), *(op.to(dtype) for op in more())]
+    fuser = check_equal_to_unfused(ops, make_input(5, 24, dtype=dtype))
+    assert forward_names(fuser)[0] == "ForwardLinearBiasActivation"
+    assert fuser._forward_ops[0][1] == [0, 1]
+    check_indices(fuser)
+
+
 def test_other_patterns_with_an_extra_input_are_left_alone() -> None:
     x, extra = make_input(5, 24), make_input(5, 24)
     fuser = check_equal_to_unfused([Linear(24, 24), te.ops.ConstantScale(2.0), Add()], x, extra)
-    assert forward_names(fuser) == ["BasicLinear", "Bias", "ConstantScale", "AddExtraInput"]
+    assert forward_names(fuser) == ["ForwardLinearBiasActivation", "ConstantScale", "AddExtraInput"]
     fuser = check_equal_to_unfused([Linear(24, 24), te.ops.ScaledSwiGLU()], x, make_input(5))
-    assert forward_names(fuser) == ["BasicLinear", "Bias", "ScaledSwiGLU"]
+    assert forward_names(fuser) == ["ForwardLinearBiasActivation", "ScaledSwiGLU"]
     fuser = check_equal_to_unfused([Add(), Linear(24, 24)], x, extra)
-    assert forward_names(fuser) == ["AddExtraInput", "BasicLinear", "Bias"]
+    assert forward_names(fuser) == ["AddExtraInput", "ForwardLinearBiasActivation"]
 
 
 def test_every_reason_is_told() -> None:

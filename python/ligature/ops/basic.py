@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -83,6 +83,14 @@ class _Part(BuiltinOperation):
             )
         return composite
 
+    @classmethod
+    def _part_of(cls, composite: torch.nn.Module, **options: Any) -> Self:
+        """One without parameters of its own."""
+        made = cls.__new__(cls)
+        BuiltinOperation.__init__(made, **options)
+        made._set_composite(composite)
+        return made
+
     def _set_composite(self, composite: torch.nn.Module) -> None:
         self.__dict__["_owner"] = owner_reference(composite)
         self._impl.label = type(composite).__name__
@@ -128,7 +136,6 @@ class BasicLinear(_Part):
         sequence_parallel: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
-        _composite: torch.nn.Module | None = None,
     ) -> None:
         check_tensor_parallel(type(self).__name__, tensor_parallel_mode, tensor_parallel_group)
         super().__init__(
@@ -137,10 +144,7 @@ class BasicLinear(_Part):
             accumulate_into_main_grad=accumulate_into_main_grad,
         )
         self._rng_state_tracker_function = rng_state_tracker_function
-        if _composite is None:
-            self._register(device, dtype)
-        else:
-            self._set_composite(_composite)
+        self._register(device, dtype)
 
     def reset_parameters(self) -> None:
         tracker = self._rng_state_tracker_function
@@ -165,15 +169,11 @@ class Bias(_Part):
         dtype: torch.dtype | None = None,
         tensor_parallel: bool = False,
         tensor_parallel_group: Any = None,
-        _composite: torch.nn.Module | None = None,
     ) -> None:
         mode = "column" if tensor_parallel else None
         check_tensor_parallel(type(self).__name__, mode, tensor_parallel_group)
         super().__init__(size=size)
-        if _composite is None:
-            self._register(device, dtype)
-        else:
-            self._set_composite(_composite)
+        self._register(device, dtype)
 
 
 class _Norm(BuiltinOperation):

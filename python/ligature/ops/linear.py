@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .basic import BasicLinear, Bias, Device, check_tensor_parallel
-from .op import BasicOperation, FusedOperation, default_device, has_hooks
+from .op import BasicOperation, FusedOperation, default_device, drop_empty_state, has_hooks
 
 
 class Linear(FusedOperation):
@@ -44,15 +44,15 @@ class Linear(FusedOperation):
             if size <= 0:
                 raise ValueError(f"[Linear] {name} must be positive, got {size}")
         self._rng_state_tracker_function = rng_state_tracker_function
-        linear = BasicLinear(
-            in_features,
-            out_features,
+        linear = BasicLinear._part_of(
+            self,
+            in_features=in_features,
+            out_features=out_features,
             accumulate_into_main_grad=accumulate_into_main_grad,
-            _composite=self,
         )
         self._parts: tuple[BasicLinear, *tuple[Bias, ...]] = (linear,)
         if bias:
-            self._parts = (linear, Bias(out_features, _composite=self))
+            self._parts = (linear, Bias._part_of(self, size=out_features))
         place = default_device(device)
         dtype = dtype or torch.get_default_dtype()
         weight = torch.empty(out_features, in_features, device=place, dtype=dtype)
@@ -122,6 +122,7 @@ class Linear(FusedOperation):
             key = f"{prefix}basic_ops.{index}.{name}"
             if key in state_dict and f"{prefix}{name}" not in state_dict:
                 state_dict[f"{prefix}{name}"] = state_dict.pop(key)
+            drop_empty_state(state_dict, f"{prefix}basic_ops.{index}.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:

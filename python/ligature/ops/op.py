@@ -102,6 +102,12 @@ class FusibleOperation(torch.nn.Module):
         made.__setstate__(copy.deepcopy(self._state(), memo))
         return made
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        drop_empty_state(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     # -- an operation by itself
 
     def _alone(self) -> Any:
@@ -476,6 +482,14 @@ class FusedOperation(FusibleOperation):
     ) -> Any:
         """Runs its basic operations by themselves, fused as the registry says."""
         return self._alone()(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+def drop_empty_state(state_dict: dict[str, Any], prefix: str) -> None:
+    """Checkpoints of te.ops hold an empty tensor for each operation without a recipe."""
+    key = f"{prefix}_extra_state"
+    state = state_dict.get(key)
+    if isinstance(state, torch.Tensor) and state.numel() == 0:
+        del state_dict[key]
 
 
 def basic_ops_of(op: FusibleOperation) -> list[BasicOperation]:
