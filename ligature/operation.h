@@ -243,6 +243,7 @@ class Operation : public Base {
     const Self& self = static_cast<const Self&>(*this);
     auto copy = std::make_shared<Self>(self.options);
     this->copy_parameters(*this, *copy, device);
+    copy->copy_bindings(self);
     copy->train(this->is_training());
     return copy;
   }

@@ -4,6 +4,10 @@
 set -eu
 cd "$(dirname "$0")/.."
 
+# Not every compiler will do: one that puts its own libstdc++ into each library breaks what torch and
+# Ligature hand to each other.
+export CXX=${LIGATURE_CXX:-/usr/bin/g++}
+
 python=$(python3 -c 'import sys; print(sys.executable)')
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
 

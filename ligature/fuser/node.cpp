@@ -231,9 +231,11 @@ variable_list FuserNode::backward(const variable_list& grads) {
       }
       const auto& inputs = plan.wiring->inputs[op];
       auto& grad_extra = step_result.grad_extra_inputs[k];
-      LIGATURE_CHECK_STATE(grad_extra.size() == inputs.size() || (may_omit && grad_extra.empty()),
-                           "[", plan.basic_ops[op]->label(), "] its backward must return ",
-                           inputs.size(), " extra input gradients, got ", grad_extra.size());
+      LIGATURE_CHECK_STATE(
+          grad_extra.size() == inputs.size() ||
+              ((may_omit || step.op->handles_internal_channels()) && grad_extra.empty()),
+          "[", plan.basic_ops[op]->label(), "] its backward must return ", inputs.size(),
+          " extra input gradients, got ", grad_extra.size());
       for (size_t j = 0; j < grad_extra.size(); ++j) {
         if (!need.flags[op].extra_input(j) || !grad_extra[j].defined()) continue;
         if (inputs[j].caller != Wiring::kNone) {

@@ -31,7 +31,7 @@ TEST(Sequential, GroupsOperationsAndRunsOtherModules) {
 }
 
 TEST(Sequential, ContainerProtocol) {
-  Sequential model(Identity(), SiLU());
+  Sequential model(Identity{}, SiLU{});
   model->insert(1, ConstantScale(2.0));
   ASSERT_EQ(model->size(), 3);
   EXPECT_EQ(model->at<ConstantScaleImpl>(1).options.scale, 2.0);
@@ -45,8 +45,8 @@ TEST(Sequential, ContainerProtocol) {
 }
 
 TEST(Sequential, ExtraInputsOutputsAndNesting) {
-  Sequential inner(MakeExtraOutput(), ConstantScale(2.0));
-  Sequential outer(AddExtraInput(), inner, AddExtraInput());
+  Sequential inner(MakeExtraOutput{}, ConstantScale(2.0));
+  Sequential outer(AddExtraInput{}, inner, AddExtraInput{});
   Tensor x = torch::randn({3}), a = torch::randn({3}), b = torch::randn({3});
   auto out = outer->forward(x, {a, b});
   ASSERT_EQ(out.size(), 2);

@@ -149,6 +149,21 @@ TEST(FusedDenseMLP, EqualsItsBasicOperationsInLowPrecision) {
   }
 }
 
+TEST(FusedDenseMLP, TakesParametersOfAnotherDtype) {
+  for (const Shape& shape : shapes()) {
+    const OpList ops = make_block(shape, at::kFloat);
+    const Tensors params = parameters_of(ops);
+    const Inputs inputs{leaf({5, kModel}, at::kDouble), {}};
+    const Tensors leaves = leaves_of(inputs, params);
+    freeze(leaves, ~uint64_t{0});
+    OperationFuser fuser(ops, cheap());
+    const RunResult run = run_fuser(fuser, inputs, params);
+    EXPECT_EQ(run.outputs[0].scalar_type(), at::kFloat);
+    expect_same_run(run, run_formula(formula_of(shape), inputs, params), leaves,
+                    describe_shape(shape), tolerance(at::kFloat));
+  }
+}
+
 TEST(FusedDenseMLP, NeedsLeaveToRecompute) {
   OperationFuser fuser(make_block({}, at::kDouble));
   fuser(leaf({3, kModel}).requires_grad_());
@@ -176,6 +191,54 @@ TEST(FusedDenseMLP, LeavesForeignBranchesAlone) {
   fuser(leaf({3, kModel}).requires_grad_());
   EXPECT_EQ(step_names(fuser.plan()->forward),
             (std::vector<std::string>{"MakeExtraOutput", "Identity", "DenseMLP", "AddExtraInput"}));
+}
+
+TEST(FusedDenseMLP, TakesOnlyTheForkOfItsOwnChannel) {
+  // Two branches begin: one before the norm, one after it, and both end after the block. The first
+  // end must be that of the branch that the block takes.
+  for (const bool inner_first : {true, false}) {
+    MakeExtraOutput fork;
+    AddExtraInput join;
+    fork->set_extra_output_channel(0, "outer", false);
+    join->set_extra_input_channel(0, "outer");
+    const Shape shape{.rms = false, .residual = Residual::AfterNorm};
+    OpList ops = make_block(shape, at::kDouble);
+    ops.insert(ops.begin(), fork.ptr());
+    ops.insert(inner_first ? ops.end() : ops.end() - 1, join.ptr());
+    OperationFuser fuser(ops, cheap());
+    const Tensors params = parameters_of(ops);
+    const Inputs inputs{leaf({3, kModel}).requires_grad_(), {}};
+    const Formula formula = [&](const Tensor& x, const Tensors& none, const Tensors& p) -> Tensors {
+      return {formula_of(shape)(x, none, p)[0] + x};
+    };
+    expect_same_run(run_fuser(fuser, inputs, params), run_formula(formula, inputs, params),
+                    leaves_of(inputs, params), "two branches", tolerance(at::kDouble));
+    EXPECT_EQ(fires(fuser.plan()->forward, "DenseMLP"), inner_first);
+  }
+}
+
+TEST(FusedDenseMLP, LeavesTheEndOfAnotherBranch) {
+  MakeExtraOutput outer, inner;
+  AddExtraInput outer_end, inner_end;
+  outer->set_extra_output_channel(0, "outer", false);
+  outer_end->set_extra_input_channel(0, "outer");
+  inner->set_extra_output_channel(0, "inner", false);
+  inner_end->set_extra_input_channel(0, "inner");
+  OpList ops{outer.ptr(), Identity().ptr(), inner.ptr()};
+  for (const auto& op : make_block({}, at::kDouble)) ops.push_back(op);
+  ops.push_back(outer_end.ptr());
+  ops.push_back(inner_end.ptr());
+  OperationFuser fuser(ops, cheap());
+  const Tensors params = parameters_of(ops);
+  const Inputs inputs{leaf({3, kModel}).requires_grad_(), {}};
+  const Formula formula = [](const Tensor& x, const Tensors& none, const Tensors& p) -> Tensors {
+    return {formula_of({})(x, none, p)[0] + 2 * x};
+  };
+  expect_same_run(run_fuser(fuser, inputs, params), run_formula(formula, inputs, params),
+                  leaves_of(inputs, params), "two branches", tolerance(at::kDouble));
+  EXPECT_EQ(step_names(fuser.plan()->forward),
+            (std::vector<std::string>{"MakeExtraOutput", "Identity", "MakeExtraOutput", "DenseMLP",
+                                      "AddExtraInput", "AddExtraInput"}));
 }
 
 TEST(FusedDenseMLP, FeedsLaterConsumersOfItsChannel) {

@@ -55,6 +55,7 @@ inline std::vector<Chain> one_direction_chains(at::ScalarType dtype) {
   const auto bias = [&] { return make_bias(m, dtype); };
   const OpPtr scale = ConstantScale(-1.5).ptr();
   std::vector<Chain> chains{
+      {"ForwardLinearBiasActivation", Pass::Forward, {linear(), bias()}, {x(), {}}},
       {"ForwardLinearBiasActivation", Pass::Forward, {linear(), GELU().ptr()}, {x(), {}}},
       {"ForwardLinearBiasActivation", Pass::Forward, {linear(), bias(), SReLU().ptr()}, {x(), {}}},
       {"ForwardLinearBiasActivation", Pass::Forward, {linear(), bias(), SwiGLU().ptr()}, {x(), {}}},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from reference import (
@@ -90,7 +92,8 @@ def test_gradient_penalty_is_not_dropped_silently(device, loss, by):
 def test_backward_with_create_graph(device):
     model = make_mlp()
     x = make_input(6, 8)
-    with pytest.warns(UserWarning, match="create_graph"):
+    with warnings.catch_warnings():  # torch warns of the cycle, but only once per process
+        warnings.simplefilter("ignore")
         model(x).sum().backward(create_graph=True)
     reference = Reference(model)
     x64 = float64_copy(x)

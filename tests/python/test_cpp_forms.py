@@ -1,4 +1,4 @@
-"""A C++ operation with half of the split form, or with both forms, does not compile, and says why."""
+"""A C++ operation with half of the split form, or with both forms, does not compile."""
 
 from __future__ import annotations
 
