@@ -40,6 +40,19 @@ class FusionHandle {
   uint64_t id_ = 0;
 };
 
+/// Takes a fusion out again at the end of a scope.
+class ScopedFusion {
+ public:
+  explicit ScopedFusion(FusionHandle handle) : handle_(handle) {}
+  ~ScopedFusion() { handle_.unregister(); }
+  ScopedFusion(const ScopedFusion&) = delete;
+  ScopedFusion& operator=(const ScopedFusion&) = delete;
+  FusionHandle& operator*() { return handle_; }
+
+ private:
+  FusionHandle handle_;
+};
+
 /// Joint: one operation serves both directions; only the pair must equal the basic operations.
 /// Forward, backward: interchangeable with the basic operations, contexts included.
 FusionHandle register_fusion(Pass pass, Fusion fusion, bool prepend = false);

@@ -301,8 +301,9 @@ void bind_guests(py::module_& m) {
   py::class_<GuestOperation, BasicOperation, std::shared_ptr<GuestOperation>>(m, "GuestOperation")
       .def(py::init([](std::string name, const std::string& form, bool has_pre_forward,
                        bool has_quantizers) {
-             return std::make_shared<GuestOperation>(std::move(name), form_from_string(form),
-                                                     has_pre_forward, has_quantizers);
+             return std::make_shared<GuestOperation>(
+                 std::move(name),
+                 GuestCalls(form_from_string(form), has_pre_forward, has_quantizers));
            }),
            py::arg("name"), py::arg("form"), py::arg("has_pre_forward"), py::arg("has_quantizers"))
       .def("set_num_extra", &GuestOperation::set_num_extra);

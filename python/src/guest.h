@@ -46,12 +46,35 @@ class GuestCalls {
   bool has_quantizers_;
 };
 
-class GuestOperation : public BasicOperation, public GuestCalls {
+/// A basic or fused operation whose passes are calls into Python.
+template <class Base>
+class GuestOf : public Base, public GuestCalls {
  public:
-  GuestOperation(std::string name, Form form, bool has_pre_forward, bool has_quantizers)
-      : BasicOperation(std::move(name)), GuestCalls(form, has_pre_forward, has_quantizers) {}
+  template <class... Args>
+  explicit GuestOf(GuestCalls calls, Args&&... args)
+      : Base(std::forward<Args>(args)...), GuestCalls(calls) {}
 
   bool is_guest() const override { return true; }
+  FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override {
+    return call_compute(*this, input, args);
+  }
+  void fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult& result,
+                              ArgsList args) override {
+    call_save_ctx(*this, ctxs, input, result, args);
+  }
+  FuserForwardResult fuser_forward(CtxList ctxs, const Value& input, ArgsList args) override {
+    return call_forward(*this, ctxs, input, args);
+  }
+  FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
+                                     GradList grad_extra_outputs) override {
+    return call_backward(*this, ctxs, grad_output, grad_extra_outputs);
+  }
+};
+
+class GuestOperation : public GuestOf<BasicOperation> {
+ public:
+  GuestOperation(std::string name, GuestCalls calls) : GuestOf(calls, std::move(name)) {}
+
   size_t num_extra_inputs() const override { return num_extra_inputs_; }
   size_t num_extra_outputs() const override { return num_extra_outputs_; }
   void set_num_extra(size_t inputs, size_t outputs) {
@@ -62,49 +85,19 @@ class GuestOperation : public BasicOperation, public GuestCalls {
   void pre_fuser_forward(bool requires_grad) override;
   QuantizerPtr get_input_quantizer() override;
   QuantizerPtr get_grad_output_quantizer() override;
-  FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override {
-    return call_compute(*this, input, args);
-  }
-  void fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult& result,
-                              ArgsList args) override {
-    call_save_ctx(*this, ctxs, input, result, args);
-  }
-  FuserForwardResult fuser_forward(CtxList ctxs, const Value& input, ArgsList args) override {
-    return call_forward(*this, ctxs, input, args);
-  }
-  FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
-                                     GradList grad_extra_outputs) override {
-    return call_backward(*this, ctxs, grad_output, grad_extra_outputs);
-  }
 
  private:
   size_t num_extra_inputs_ = 0;
   size_t num_extra_outputs_ = 0;
 };
 
-class GuestFusedOperation : public FusedOperation, public GuestCalls {
+class GuestFusedOperation : public GuestOf<FusedOperation> {
  public:
   GuestFusedOperation(std::string name, const OpList& ops, Form form, bool internal_channels)
-      : FusedOperation(std::move(name), ops),
-        GuestCalls(form, false, false),
+      : GuestOf(GuestCalls(form, false, false), std::move(name), ops),
         internal_channels_(internal_channels) {}
 
-  bool is_guest() const override { return true; }
   bool handles_internal_channels() const override { return internal_channels_; }
-  FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override {
-    return call_compute(*this, input, args);
-  }
-  void fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult& result,
-                              ArgsList args) override {
-    call_save_ctx(*this, ctxs, input, result, args);
-  }
-  FuserForwardResult fuser_forward(CtxList ctxs, const Value& input, ArgsList args) override {
-    return call_forward(*this, ctxs, input, args);
-  }
-  FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
-                                     GradList grad_extra_outputs) override {
-    return call_backward(*this, ctxs, grad_output, grad_extra_outputs);
-  }
 
  private:
   bool internal_channels_;

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "device.h"
 #include "ligature/ligature.h"
 #include "tolerance.h"
 
@@ -16,7 +17,7 @@ struct Fixture {
     linear = Linear(LinearOptions(6, 4));
     linear->to(torch::kFloat64);
     gelu = GELU();
-    x = torch::randn({5, 6}, torch::kFloat64).requires_grad_();
+    x = torch::randn({5, 6}, on_device(torch::kFloat64)).requires_grad_();
   }
   Tensor run() {
     OperationFuser fuser({linear.ptr(), gelu.ptr()});
@@ -112,7 +113,7 @@ TEST(Autograd, NoGradAndInferenceMode) {
 TEST(Autograd, AnInputReturnedAsItIsBecomesAView) {
   Identity identity;
   OperationFuser fuser({identity.ptr()});
-  Tensor x = torch::randn({3}, torch::kFloat64).requires_grad_();
+  Tensor x = torch::randn({3}, on_device(torch::kFloat64)).requires_grad_();
   Tensor y = fuser(x)[0];
   EXPECT_FALSE(y.is_same(x));
   EXPECT_TRUE(y.requires_grad());
@@ -127,13 +128,13 @@ TEST(Autograd, MainGradAccumulates) {
   options.accumulate_into_main_grad = true;
   options.dtype = torch::kBFloat16;
   BasicLinear linear(options);
-  Tensor main = torch::ones({4, 6}, torch::kFloat32);
+  Tensor main = torch::ones({4, 6}, on_device(torch::kFloat32));
   linear->set_main_grad(main);
-  Tensor x = torch::randn({5, 6}, torch::kBFloat16);
+  Tensor x = torch::randn({5, 6}, on_device(torch::kBFloat16));
   OperationFuser fuser({linear.ptr()});
   fuser(x)[0].sum().backward();
   fuser(x)[0].sum().backward();
-  Tensor dw = torch::ones({4, 5}, torch::kFloat64).mm(x.to(torch::kFloat64));
+  Tensor dw = torch::ones({4, 5}, on_device(torch::kFloat64)).mm(x.to(torch::kFloat64));
   expect_close(main, 1 + 2 * dw, torch::kFloat32, "main_grad", tolerance(torch::kBFloat16));
   EXPECT_FALSE(linear->weight().grad().defined());
 }

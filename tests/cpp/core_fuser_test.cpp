@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "device.h"
 #include "ligature/ligature.h"
 #include "tolerance.h"
 
@@ -51,7 +52,7 @@ struct Mlp {
 TEST(Fuser, MatchesTorchForwardAndBackward) {
   Mlp mlp;
   OperationFuser fuser(mlp.ops());
-  Tensor x = torch::randn({3, 5, 8}, torch::kFloat64).requires_grad_();
+  Tensor x = torch::randn({3, 5, 8}, on_device(torch::kFloat64)).requires_grad_();
   Tensor y = fuser(x)[0];
   Tensor reference = torch_mlp(x, mlp.parameters());
   expect_close(y, reference, "y");
@@ -69,7 +70,7 @@ TEST(Fuser, PlanGroupsDifferentlyInForwardAndBackward) {
   Mlp mlp;
   OperationFuser fuser(mlp.ops());
   EXPECT_EQ(fuser.plan(), nullptr);
-  fuser(torch::randn({2, 8}, torch::kFloat64).requires_grad_());
+  fuser(torch::randn({2, 8}, on_device(torch::kFloat64)).requires_grad_());
   EXPECT_EQ(names(fuser.plan()->forward),
             (Names{"LayerNorm", "ForwardLinearBiasActivation", "ForwardLinearBiasActivation"}));
   EXPECT_EQ(names(fuser.plan()->backward),
@@ -79,7 +80,7 @@ TEST(Fuser, PlanGroupsDifferentlyInForwardAndBackward) {
 TEST(Fuser, PlansAreCachedPerSituation) {
   Mlp mlp;
   OperationFuser fuser(mlp.ops());
-  Tensor x = torch::randn({2, 8}, torch::kFloat64);
+  Tensor x = torch::randn({2, 8}, on_device(torch::kFloat64));
   fuser(x);
   auto first = fuser.plan();
   {
@@ -94,16 +95,17 @@ TEST(Fuser, PlansAreCachedPerSituation) {
 TEST(Registry, FunctionsRunOncePerPlanAndHandlesUnregister) {
   Mlp mlp;
   OperationFuser fuser(mlp.ops());
-  Tensor x = torch::randn({2, 8}, torch::kFloat64);
+  Tensor x = torch::randn({2, 8}, on_device(torch::kFloat64));
   int calls = 0;
-  FusionHandle handle =
+  ScopedFusion scoped(
       register_forward_fusion(FusionFunction{"count", [&](const OpList& ops, const PlanOptions&) {
                                                ++calls;
                                                return ops;
-                                             }});
+                                             }}));
   fuser(x);
   fuser(x);
   EXPECT_EQ(calls, 1);
+  FusionHandle& handle = *scoped;
   EXPECT_TRUE(handle.registered());
   handle.unregister();
   handle.unregister();
@@ -115,12 +117,12 @@ TEST(Registry, FunctionsRunOncePerPlanAndHandlesUnregister) {
 TEST(Registry, AResultThatIsNotTheSameOperationsNamesBothLists) {
   Mlp mlp;
   OperationFuser fuser(mlp.ops());
-  FusionHandle handle =
+  ScopedFusion scoped(
       register_backward_fusion(FusionFunction{"drop", [](const OpList& ops, const PlanOptions&) {
                                                 return OpList(ops.begin(), ops.end() - 1);
-                                              }});
+                                              }}));
   try {
-    fuser(torch::randn({2, 8}, torch::kFloat64));
+    fuser(torch::randn({2, 8}, on_device(torch::kFloat64)));
     ADD_FAILURE() << "no error";
   } catch (const c10::Error& error) {
     const std::string message = error.what();
@@ -129,13 +131,13 @@ TEST(Registry, AResultThatIsNotTheSameOperationsNamesBothLists) {
     EXPECT_NE(message.find("[LayerNorm, BasicLinear, Bias, SwiGLU, BasicLinear]"),
               std::string::npos);
   }
-  handle.unregister();
-  EXPECT_NO_THROW(fuser(torch::randn({2, 8}, torch::kFloat64)));
+  (*scoped).unregister();
+  EXPECT_NO_THROW(fuser(torch::randn({2, 8}, on_device(torch::kFloat64))));
 }
 
 TEST(Registry, ConsiderationsSayWhyNot) {
   OperationFuser fuser({BasicLinear(4, 4).ptr(), Dropout(0.1).ptr(), AddExtraInput().ptr()});
-  fuser(torch::randn({2, 4}), {torch::randn({2, 4})});
+  fuser(torch::randn({2, 4}, on_device()), {torch::randn({2, 4}, on_device())});
   bool found = false;
   for (const auto& report : fuser.plan()->reports) {
     for (const auto& c : report.considered) {
@@ -177,7 +179,7 @@ class LearnableScaleImpl : public Operation<LearnableScaleImpl> {  // classic fo
  public:
   using Options = NoOptions;
   explicit LearnableScaleImpl(Options given = {}) : Operation("LearnableScale"), options(given) {
-    register_parameter("scale", torch::tensor(3.0, torch::kFloat64));
+    register_parameter("scale", torch::tensor(3.0, on_device(torch::kFloat64)));
   }
   Value op_forward(OperationContext& ctx, const Value& input, const OpArgs& args) override {
     ctx.save_for_backward({input, args.params[0]});
@@ -194,7 +196,7 @@ TEST(CustomOperation, BothFormsBesideBuiltIns) {
   auto square = std::make_shared<SquareImpl>();
   SiLU silu;
   OperationFuser fuser({scale, square, silu.ptr()});
-  Tensor x = torch::randn({3, 4}, torch::kFloat64).requires_grad_();
+  Tensor x = torch::randn({3, 4}, on_device(torch::kFloat64)).requires_grad_();
   Tensor s = scale->parameters()[0];
   Tensor y = fuser(x)[0];
   Tensor reference = torch::silu((x * s) * (x * s));
@@ -219,7 +221,7 @@ TEST(CustomOperation, BadContextIsAnError) {
     Options options;
   };
   OperationFuser fuser({std::make_shared<Forgetful>()});
-  Tensor y = fuser(torch::ones({2}).requires_grad_())[0];
+  Tensor y = fuser(torch::ones({2}, on_device()).requires_grad_())[0];
   EXPECT_THROW(y.sum().backward(), c10::Error);
 }
 
@@ -259,8 +261,8 @@ TEST(Registry, JointRuleServesBothDirectionsWithOneInstance) {
   rule.name = "ScaledSquare";
   rule.pattern = {of<LearnableScaleImpl>("LearnableScale"), of<SquareImpl>("Square")};
   rule.make = [](const Match& match) { return std::make_shared<ScaledSquare>(match.ops); };
-  FusionHandle handle = register_forward_backward_fusion(rule);
-  Tensor x = torch::randn({3, 4}, torch::kFloat64).requires_grad_();
+  ScopedFusion scoped(register_forward_backward_fusion(rule));
+  Tensor x = torch::randn({3, 4}, on_device(torch::kFloat64)).requires_grad_();
   Tensor s = scale->parameters()[0];
   Tensor y = fuser(x)[0];
   ASSERT_EQ(names(fuser.plan()->forward), Names{"ScaledSquare"});
@@ -270,7 +272,7 @@ TEST(Registry, JointRuleServesBothDirectionsWithOneInstance) {
   auto actual = torch::autograd::grad({y.sum()}, {x, s});
   expect_close(actual[0], expected[0], "dx");
   expect_close(actual[1], expected[1], "ds");
-  handle.unregister();
+  (*scoped).unregister();
   fuser(x);
   EXPECT_EQ(names(fuser.plan()->forward), (Names{"LearnableScale", "Square"}));
 }

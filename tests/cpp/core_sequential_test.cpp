@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "device.h"
 #include "ligature/ligature.h"
 #include "tolerance.h"
 
@@ -21,7 +22,7 @@ TEST(Sequential, GroupsOperationsAndRunsOtherModules) {
   torch::manual_seed(3);
   Sequential model(Linear(4, 8), GELU(), torch::nn::Linear(8, 8), torch::nn::Tanh(), SiLU(),
                    Linear(8, 2));
-  Tensor x = torch::randn({3, 4});
+  Tensor x = torch::randn({3, 4}, on_device());
   Tensor y = model->forward(x);
   EXPECT_EQ(model->fusers().size(), 2);
   auto p = model->named_parameters();
@@ -35,7 +36,7 @@ TEST(Sequential, ContainerProtocol) {
   model->insert(1, ConstantScale(2.0));
   ASSERT_EQ(model->size(), 3);
   EXPECT_EQ(model->at<ConstantScaleImpl>(1).options.scale, 2.0);
-  Tensor x = torch::randn({4});
+  Tensor x = torch::randn({4}, on_device());
   expect_close(model->forward(x), torch::silu(2 * x), "inserted");
   model->erase(2);
   expect_close(model->forward(x), 2 * x, "erased");
@@ -47,7 +48,8 @@ TEST(Sequential, ContainerProtocol) {
 TEST(Sequential, ExtraInputsOutputsAndNesting) {
   Sequential inner(MakeExtraOutput{}, ConstantScale(2.0));
   Sequential outer(AddExtraInput{}, inner, AddExtraInput{});
-  Tensor x = torch::randn({3}), a = torch::randn({3}), b = torch::randn({3});
+  Tensor x = torch::randn({3}, on_device()), a = torch::randn({3}, on_device()),
+         b = torch::randn({3}, on_device());
   auto out = outer->forward(x, {a, b});
   ASSERT_EQ(out.size(), 2);
   expect_close(out[0], 2 * (x + a) + b, "y");
@@ -65,7 +67,7 @@ TEST(Sequential, CloneHasParametersOfItsOwn) {
   Sequential model(start, LayerNorm(LayerNormOptions(4)), Linear(4, 4), Dropout(0.5), end);
   model->eval();
   auto copy = std::dynamic_pointer_cast<SequentialImpl>(model->clone());
-  Tensor x = torch::randn({2, 4});
+  Tensor x = torch::randn({2, 4}, on_device());
   expect_same_bits(copy->forward(x).detach(), model->forward(x).detach(), "copy");
   {
     torch::NoGradGuard no_grad;
@@ -92,7 +94,7 @@ TEST(Channels, ResidualInsideOneFuser) {
   for (bool to_caller : {false, true}) {
     Residual r(to_caller);
     OperationFuser fuser({r.start.ptr(), r.linear.ptr(), r.end.ptr()});
-    Tensor x = torch::randn({3, 4}, torch::kFloat64).requires_grad_();
+    Tensor x = torch::randn({3, 4}, on_device(torch::kFloat64)).requires_grad_();
     auto out = fuser(x);
     ASSERT_EQ(out.size(), to_caller ? 2 : 1);
     Tensor w = r.linear->own_parameters()["weight"], b = r.linear->own_parameters()["bias"];
@@ -118,7 +120,7 @@ TEST(Channels, FanOutSumsGradients) {
   first->set_extra_input_channel(0, "x");
   second->set_extra_input_channel(0, "x");
   OperationFuser fuser({start.ptr(), SiLU().ptr(), first.ptr(), SiLU().ptr(), second.ptr()});
-  Tensor x = torch::randn({5}, torch::kFloat64).requires_grad_();
+  Tensor x = torch::randn({5}, on_device(torch::kFloat64)).requires_grad_();
   Tensor y = fuser(x)[0];
   Tensor reference = torch::silu(torch::silu(x) + x) + x;
   expect_close(y.detach(), reference.detach(), "y");
@@ -171,10 +173,10 @@ TEST(Channels, ErrorsNameTheOperations) {
 }
 
 TEST(Errors, ComeBeforeAnyKernel) {
-  Tensor buffer = torch::zeros({2, 4});
+  Tensor buffer = torch::zeros({2, 4}, on_device());
   AddExtraInput add(AddExtraInputOptions(true));
   OperationFuser fuser({add.ptr(), Linear(5, 3).ptr()});
-  const std::string message = error_of([&] { fuser(torch::ones({2, 4}), {buffer}); });
+  const std::string message = error_of([&] { fuser(torch::ones({2, 4}, on_device()), {buffer}); });
   EXPECT_NE(message.find("[Linear] input's last dimension must be in_features=5, got [2, 4]"),
             std::string::npos)
       << message;

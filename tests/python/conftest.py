@@ -10,7 +10,7 @@ import torch
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=DEVICES, autouse=True)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every kind of device that this machine has. It is torch's default device during the test."""
     with torch.device(request.param):

@@ -286,7 +286,7 @@ def test_checkpoint_saves_only_its_input(device):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = Checkpointed(inner, use_reentrant=False)(x)
-    assert shapes == [(6, 8)]
+    assert [shape for shape in shapes if shape != (0,)] == [(6, 8)]  # torch 2.11 adds a dummy
     y.sum().backward()
     assert x.grad is not None
 

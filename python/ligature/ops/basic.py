@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
 
-from .op import BuiltinOperation, option, owner_reference
+from .activation import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    ClampedSwiGLU,
+    ReGLU,
+    ReLU,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    SiLU,
+    SiTUGLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
+from .builtin import BuiltinOperation, option
 
 __all__ = [
     "GEGLU",
@@ -92,7 +112,7 @@ class _Part(BuiltinOperation):
         return made
 
     def _set_composite(self, composite: torch.nn.Module) -> None:
-        self.__dict__["_owner"] = owner_reference(composite)
+        self.__dict__["_owner"] = weakref.ref(composite)
         self._impl.label = type(composite).__name__
 
     def _state(self) -> dict[str, Any]:
@@ -234,200 +254,6 @@ class L2Normalization(BuiltinOperation):
         micro_batch_size: int | None = None,
     ) -> None:
         super().__init__(eps=float(eps), seq_length=seq_length, micro_batch_size=micro_batch_size)
-
-
-class _Activation(BuiltinOperation):
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-
-
-class GELU(_Activation):
-    """Gaussian error linear unit in its tanh form."""
-
-
-class GLU(_Activation):
-    """``sigmoid(a) * b``, where a and b are the halves of the last dimension."""
-
-
-class GEGLU(_Activation):
-    """``gelu(a) * b``, where a and b are the halves of the last dimension."""
-
-
-class QGELU(_Activation):
-    """``x * sigmoid(1.702 x)``."""
-
-
-class QGEGLU(_Activation):
-    """``qgelu(a) * b``, where a and b are the halves of the last dimension."""
-
-
-class ReLU(_Activation):
-    """``max(x, 0)``."""
-
-
-class ReGLU(_Activation):
-    """``relu(a) * b``, where a and b are the halves of the last dimension."""
-
-
-class SReLU(_Activation):
-    """``relu(x)²``."""
-
-
-class SReGLU(_Activation):
-    """``relu(a)² * b``, where a and b are the halves of the last dimension."""
-
-
-class SiLU(_Activation):
-    """``x * sigmoid(x)``."""
-
-
-class SwiGLU(BuiltinOperation):
-    """``silu(a) * b``, where a and b are the halves of the last dimension.
-
-    With ``glu_interleave_size=n`` the last dimension holds blocks of n gates and n linear units,
-    alternating.
-    """
-
-    glu_interleave_size: int | None = option(
-        "glu_interleave_size", "Block size, or None for halves."
-    )
-
-    def __init__(
-        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
-    ) -> None:
-        super().__init__(
-            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
-        )
-
-
-class ClampedSwiGLU(BuiltinOperation):
-    """``a = min(a, limit)``, ``b = clamp(b, ±limit) + offset``, ``a * sigmoid(alpha a) * b``."""
-
-    limit: float = option("limit", "Bound of both halves.")
-    alpha: float = option("alpha", "Factor inside the sigmoid.")
-    glu_linear_offset: float = option("glu_linear_offset", "Added to the linear half.")
-    glu_interleave_size: int | None = option(
-        "glu_interleave_size", "Block size, or None for halves."
-    )
-
-    def __init__(
-        self,
-        *,
-        limit: float = 7.0,
-        alpha: float = 1.702,
-        glu_linear_offset: float = 1.0,
-        cache_quantized_input: bool = False,
-        glu_interleave_size: int | None = None,
-    ) -> None:
-        super().__init__(
-            limit=float(limit),
-            alpha=float(alpha),
-            glu_linear_offset=float(glu_linear_offset),
-            cache_quantized_input=cache_quantized_input,
-            glu_interleave_size=glu_interleave_size,
-        )
-
-
-class SiTUGLU(BuiltinOperation):
-    """``beta1 tanh(a/beta1) sigmoid(a) * beta2 tanh(b/beta2)``."""
-
-    beta1: float = option("beta1", "Bound of the gate.")
-    beta2: float = option("beta2", "Bound of the linear half.")
-    glu_interleave_size: int | None = option(
-        "glu_interleave_size", "Block size, or None for halves."
-    )
-
-    def __init__(
-        self,
-        *,
-        beta1: float = 4.0,
-        beta2: float = 25.0,
-        cache_quantized_input: bool = False,
-        glu_interleave_size: int | None = None,
-    ) -> None:
-        super().__init__(
-            beta1=float(beta1),
-            beta2=float(beta2),
-            cache_quantized_input=cache_quantized_input,
-            glu_interleave_size=glu_interleave_size,
-        )
-
-
-class _ScaledGLU(BuiltinOperation):
-    glu_interleave_size: int | None = option(
-        "glu_interleave_size", "Block size, or None for halves."
-    )
-
-    def __init__(
-        self,
-        glu_interleave_size: int | None = None,
-        *,
-        activation_recompute_in_mlp: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            glu_interleave_size=glu_interleave_size,
-            activation_recompute_in_mlp=activation_recompute_in_mlp,
-            **options,
-        )
-
-
-class ScaledSwiGLU(_ScaledGLU):
-    """SwiGLU times an extra input: one scale per row, of the shape without the last dimension."""
-
-    def __init__(
-        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
-    ) -> None:
-        super().__init__(
-            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
-        )
-
-
-class ScaledSiTUGLU(_ScaledGLU):
-    """SiTUGLU times an extra input: one scale per row."""
-
-    def __init__(
-        self,
-        glu_interleave_size: int | None = None,
-        *,
-        activation_recompute_in_mlp: bool = False,
-        beta1: float = 4.0,
-        beta2: float = 25.0,
-    ) -> None:
-        super().__init__(
-            glu_interleave_size,
-            activation_recompute_in_mlp=activation_recompute_in_mlp,
-            beta1=float(beta1),
-            beta2=float(beta2),
-        )
-
-
-class ScaledClampedQGeGLU(_ScaledGLU):
-    """ClampedSwiGLU times an extra input: one scale per row."""
-
-    def __init__(
-        self,
-        glu_interleave_size: int | None = None,
-        *,
-        activation_recompute_in_mlp: bool = False,
-        limit: float = 7.0,
-        alpha: float = 1.702,
-        glu_linear_offset: float = 1.0,
-    ) -> None:
-        super().__init__(
-            glu_interleave_size,
-            activation_recompute_in_mlp=activation_recompute_in_mlp,
-            limit=float(limit),
-            alpha=float(alpha),
-            glu_linear_offset=float(glu_linear_offset),
-        )
-
-
-class ScaledSReLU(BuiltinOperation):
-    """SReLU times an extra input: one scale per row."""
-
-    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
 
 
 class Dropout(BuiltinOperation):

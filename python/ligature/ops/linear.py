@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from .basic import BasicLinear, Bias, Device, check_tensor_parallel
-from .op import BasicOperation, FusedOperation, default_device, drop_empty_state, has_hooks
+from .builtin import default_device
+from .hooks import has_hooks
+from .op import BasicOperation, FusedOperation, drop_empty_state
 
 
 class Linear(FusedOperation):

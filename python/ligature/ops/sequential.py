@@ -10,15 +10,8 @@ import torch
 
 from .. import _C
 from .fuser import OperationFuser
-from .op import (
-    GLOBAL_HOOKS,
-    BasicOperation,
-    FusedOperation,
-    FusibleOperation,
-    basic_ops_of,
-    has_hooks,
-    hook_dicts,
-)
+from .hooks import GLOBAL_HOOKS, has_hooks, hook_dicts
+from .op import BasicOperation, FusedOperation, FusibleOperation, basic_ops_of
 
 
 def _called_by_itself(op: FusibleOperation) -> bool:
