@@ -196,7 +196,7 @@ TEST(OpsScaledActivation, SayWhatIsWrong) {
   EXPECT_MESSAGE(fuser(leaf({3, 8}), {leaf({4})}),
                  "[ScaledSwiGLU] scales must have the input's shape without its last dimension, "
                  "[3], got [4]");
-  EXPECT_MESSAGE(fuser(leaf({3, 8}), {at::zeros({3}, at::kLong)}), "floating dtype");
+  EXPECT_MESSAGE(fuser(leaf({3, 8}), {at::zeros({3}, on_device(at::kLong))}), "floating dtype");
   EXPECT_MESSAGE(fuser(leaf({3, 8})), "take 1 extra inputs, got 0");
 }
 

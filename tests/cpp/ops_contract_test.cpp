@@ -127,7 +127,7 @@ OpList fuse(const OpList& ops, Pass pass) {
 TEST(OpsContract, GradientsHaveTheDtypesOfWhatTheyBelongTo) {
   const auto layer_norm = [](at::ScalarType weight, at::ScalarType bias) {
     OpPtr op = make_norm<LayerNorm>(8, weight);
-    op->named_parameters()["bias"].set_data(at::zeros({8}, bias));
+    op->named_parameters()["bias"].set_data(at::zeros({8}, on_device(bias)));
     return op;
   };
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {

@@ -122,14 +122,14 @@ TEST(OpsLinear, AddsIntoMainGrad) {
   options.dtype = at::kDouble;
   options.accumulate_into_main_grad = true;
   Linear op(options);
-  Tensor main_grad = at::ones({4, 3}, at::kDouble);
+  Tensor main_grad = at::ones({4, 3}, on_device(at::kDouble));
   op->basic_linear().set_main_grad(main_grad);
   OperationFuser fuser({op.ptr()});
   const Tensor x = leaf({5, 3});
   const Tensor y = fuser(x)[0];
   y.backward(at::ones_like(y));
   EXPECT_FALSE(op->weight().grad().defined());
-  expect_close(main_grad, 1 + at::ones({4, 5}, at::kDouble).matmul(x), "main_grad");
+  expect_close(main_grad, 1 + at::ones({4, 5}, on_device(at::kDouble)).matmul(x), "main_grad");
 }
 
 TEST(OpsLinear, SaysWhatIsWrong) {
@@ -137,7 +137,8 @@ TEST(OpsLinear, SaysWhatIsWrong) {
   OperationFuser fuser({op.ptr()});
   EXPECT_MESSAGE(fuser(leaf({16, 4095})),
                  "[Linear] input's last dimension must be in_features=4096, got [16, 4095]");
-  EXPECT_MESSAGE(fuser(at::zeros({2, 4096}, at::kLong)), "[Linear] input's dtype must be");
+  EXPECT_MESSAGE(fuser(at::zeros({2, 4096}, on_device(at::kLong))),
+                 "[Linear] input's dtype must be");
   EXPECT_MESSAGE(linear(0, 4, true), "[Linear] in_features must be positive, got 0");
   EXPECT_MESSAGE(op->fuser_forward({}, Value(), {}), "[Linear] has no forward pass");
   EXPECT_MESSAGE(Bias(-1), "[Bias] size must be positive, got -1");

@@ -76,7 +76,7 @@ TEST(OpsNorm, KeepLowPrecision) {
 
 TEST(OpsNorm, ParametersMayHaveAnotherDtype) {
   LayerNorm op(norm_options({8}, false, at::kFloat));
-  op->named_parameters()["bias"].set_data(at::zeros({8}, at::kDouble));
+  op->named_parameters()["bias"].set_data(at::zeros({8}, on_device(at::kDouble)));
   OperationFuser fuser({op.ptr()});
   Tensor x = leaf({3, 8}, at::kBFloat16).requires_grad_();
   const Tensor y = fuser(x)[0];

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "device.h"
 #include "ligature/ligature.h"
 #include "tolerance.h"
 
@@ -190,7 +191,7 @@ inline std::vector<std::vector<int64_t>> op_shapes(const std::vector<int64_t>& t
 }
 
 inline Tensor leaf(at::IntArrayRef shape, at::ScalarType dtype = at::kDouble) {
-  return at::randn(shape, at::kDouble).to(dtype);
+  return at::randn(shape, at::kDouble).to(on_device(dtype));
 }
 
 /// Of this shape, with the strides of a transposed tensor and an offset.

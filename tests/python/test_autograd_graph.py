@@ -272,14 +272,14 @@ def test_node_hooks(device):
     assert calls == [1, 1 + len(list(model.parameters()))]
 
 
-def test_gradcheck():
-    model = make_mlp(4, 6, dtype=torch.float64, device="cpu")
+def test_gradcheck(device):
+    model = make_mlp(4, 6, dtype=torch.float64, device=device)
     x = make_input(3, 4, dtype=torch.float64)
     weight = model[1].weight
     assert torch.autograd.gradcheck(lambda a, _: model(a), (x, weight))
     branching = ops.Sequential(
         ops.MakeExtraOutput(),
-        ops.RMSNorm(4, dtype=torch.float64, device="cpu"),
+        ops.RMSNorm(4, dtype=torch.float64, device=device),
         ops.ScaledSwiGLU(),
         ops.AddExtraInput(),
     )

@@ -135,13 +135,16 @@ def test_input_and_parameters_on_two_devices() -> None:
         (te.ops.Bias(8, device="meta"), "bias"),
     ]:
         name = type(op).__name__
-        message = f"[{name}] input and {what} must be on one device, got input on cpu and {what}"
+        message = (
+            f"[{name}] input and {what} must be on one device, got input on {x.device} and {what}"
+        )
         with raises(ValueError, f"{message} on meta"):
             op(x)
     with raises(ValueError, "[Linear] input and weight must be on one device, got input on meta"):
         te.ops.Linear(8, 4)(meta)
     with raises(
-        ValueError, "extra input 0 of [AddExtraInput] must be on the input's device cpu, got meta"
+        ValueError,
+        f"extra input 0 of [AddExtraInput] must be on the input's device {x.device}, got meta",
     ):
         te.ops.AddExtraInput()(x, meta)
 
@@ -377,12 +380,13 @@ def test_a_later_operation_is_wrong(wrong: Callable[[], torch.nn.Module]) -> Non
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("extra", [torch.ones(3, 8), torch.ones(X, dtype=torch.int64)])
-def test_a_later_extra_input_is_wrong(extra: torch.Tensor) -> None:
+@pytest.mark.parametrize("wrong", [{"size": (3, 8)}, {"size": X, "dtype": torch.int64}])
+def test_a_later_extra_input_is_wrong(wrong: dict, device: str) -> None:
+    extra = torch.zeros(**wrong)
     model = te.ops.Sequential(te.ops.Dropout(0.5), te.ops.GELU(), te.ops.AddExtraInput())
     random = torch.get_rng_state()
     with pytest.raises((ValueError, TypeError), match=r"\[AddExtraInput\] extra input must have"):
-        model(torch.randn(X, generator=torch.Generator()), extra)
+        model(torch.randn(X, generator=torch.Generator(device)), extra)
     assert torch.equal(torch.get_rng_state(), random)
 
 

@@ -29,7 +29,7 @@ def test_mlp() -> None:
         te.ops.SwiGLU(),
         te.ops.Linear(FFN // 2, HIDDEN),
     )
-    x = torch.randn(BATCH, HIDDEN, device="cpu")
+    x = torch.randn(BATCH, HIDDEN)
     y = mlp(x)
     assert y.shape == (BATCH, HIDDEN)
     linear = torch.nn.functional.linear
@@ -67,7 +67,7 @@ def test_residual_in_two_sections() -> None:
         te.ops.Linear(FFN // 2, HIDDEN),
         te.ops.AddExtraInput(),  # Add residual
     )
-    x = torch.randn(BATCH, HIDDEN, device="cpu", requires_grad=True)
+    x = torch.randn(BATCH, HIDDEN, requires_grad=True)
     y, residual = fc1(x)
     y = fc2(y, residual)
     y.square().sum().backward()
@@ -85,7 +85,7 @@ def test_residual_in_two_sections() -> None:
 class LearnableScale(te.ops.BasicOperation):
     def __init__(self) -> None:
         super().__init__()
-        scale = torch.ones((), dtype=torch.float32, device="cpu")
+        scale = torch.ones((), dtype=torch.float32)
         self.register_parameter("scale", torch.nn.Parameter(scale))
 
     def op_forward(self, ctx, input_: torch.Tensor, **unused) -> torch.Tensor:
