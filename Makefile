@@ -14,7 +14,7 @@ PY_DIRS   := $(wildcard python tests benchmarks examples tools)
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup build run test bench sanitize lint format clean distclean
+.PHONY: help setup build package run test bench sanitize lint format clean distclean
 
 help:
 	@echo "make run [ARGS=...]    build, then run examples/python/demo.py"
@@ -38,10 +38,15 @@ build: build/release/build.ninja $(READY)
 	@echo "== build: release"
 	@cmake --build build/release -j $(JOBS)
 
-run: build
+# The package alone, without tests and examples in C++.
+package: build/release/build.ninja $(READY)
+	@echo "== build: the package"
+	@cmake --build build/release -j $(JOBS) --target _C
+
+run: package
 	@$(BIN)/python examples/python/demo.py $(ARGS)
 
-bench: build
+bench: package
 	@$(BIN)/python benchmarks/bench.py $(ARGS)
 
 test: build
