@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -258,3 +259,33 @@ def test_channel_inside_a_match(handles: bool, registered) -> None:  # noqa: F81
     else:
         with pytest.raises(RuntimeError, match="covers both ends of a channel"):
             run([te.ops.SiLU(), fork, join])
+
+
+def linear_then_dropout(ops, **unused):
+    """A function written against Linear."""
+    out, i = [], 0
+    while i < len(ops):
+        if isinstance(ops[i], te.ops.Linear) and isinstance(ops[i + 1], te.ops.Dropout):
+            out.append(Pair(ops[i], ops[i + 1]))
+            i += 2
+        else:
+            out.append(ops[i])
+            i += 1
+    return out
+
+
+def test_function_that_asks_for_linear_is_given_its_only_part(registered) -> None:  # noqa: F811
+    registered("forward", linear_then_dropout)
+    linear = te.ops.Linear(8, 8, bias=False)
+    assert forward_names(run([linear, te.ops.Dropout(0.0)])) == ["Pair"]
+    assert not isinstance(linear.basic_ops[0], te.ops.Linear)
+
+
+def test_function_that_asks_for_linear_is_told_of_its_parts(registered) -> None:  # noqa: F811
+    registered("forward", linear_then_dropout)
+    with pytest.warns(UserWarning, match="'linear_then_dropout' looks for Linear, but"):
+        fuser = run([te.ops.Linear(8, 8), te.ops.Dropout(0.0)])
+    assert forward_names(fuser) == ["ForwardLinearBiasActivation", "Dropout"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run([te.ops.BasicLinear(8, 8), te.ops.Dropout(0.0)])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from .composite import asking_for_composites
 from .op import FusedOperation, FusibleOperation, basic_ops_of
 
 __all__ = [
@@ -183,7 +184,7 @@ def _register(kind: str, func: Any, prepend: bool) -> FusionHandle:
     if not callable(func):
         raise TypeError(f"a fusion is a function or a Fusion, got {type(func).__name__}")
     name = getattr(func, "__name__", type(func).__name__)
-    return FusionHandle(_C.register_function(kind, name, func, prepend))
+    return FusionHandle(_C.register_function(kind, name, asking_for_composites(func), prepend))
 
 
 def register_forward_fusion(func: Any, prepend: bool = False) -> FusionHandle:

@@ -12,11 +12,12 @@ import torch
 
 from .basic import BasicLinear, Bias, Device, check_tensor_parallel
 from .builtin import default_device
+from .composite import CompositeMeta
 from .hooks import has_hooks
 from .op import BasicOperation, FusedOperation, drop_empty_state
 
 
-class Linear(FusedOperation):
+class Linear(FusedOperation, metaclass=CompositeMeta):
     """``y = x W^T + b``: a drop-in for ``torch.nn.Linear``, checkpoints included.
 
     A composite of :class:`BasicLinear` and, with ``bias``, :class:`Bias`, which compute with its
