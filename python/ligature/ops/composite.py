@@ -1,6 +1,6 @@
 """Composites in fusions written as functions.
 
-A fuser sees basic operations, so a function that asks ``isinstance(op, Linear)`` is shown the parts.
+A fuser sees basic operations: a function that asks ``isinstance(op, Linear)`` is shown the parts.
 While such a function runs, a part that is all there is of its composite counts as one; if the
 composite has more parts, a warning says how to write it.
 """
