@@ -22,6 +22,7 @@ TEST(Sequential, GroupsOperationsAndRunsOtherModules) {
   torch::manual_seed(3);
   Sequential model(Linear(4, 8), GELU(), torch::nn::Linear(8, 8), torch::nn::Tanh(), SiLU(),
                    Linear(8, 2));
+  model->to(on_device().device());
   Tensor x = torch::randn({3, 4}, on_device());
   Tensor y = model->forward(x);
   EXPECT_EQ(model->fusers().size(), 2);

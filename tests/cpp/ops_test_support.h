@@ -31,16 +31,19 @@ struct Inputs {
   Tensors extras;
 };
 
-/// torch.autocast to bfloat16 on the CPU while it lives.
+/// torch.autocast to bfloat16 on the tested device while it lives.
 class WithAutocast {
  public:
   explicit WithAutocast(bool enabled = true) {
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-    at::autocast::set_autocast_enabled(at::kCPU, enabled);
+    at::autocast::set_autocast_dtype(device_, at::kBFloat16);
+    at::autocast::set_autocast_enabled(device_, enabled);
   }
-  ~WithAutocast() { at::autocast::set_autocast_enabled(at::kCPU, false); }
+  ~WithAutocast() { at::autocast::set_autocast_enabled(device_, false); }
   WithAutocast(const WithAutocast&) = delete;
   WithAutocast& operator=(const WithAutocast&) = delete;
+
+ private:
+  at::DeviceType device_ = on_device().device().type();
 };
 
 inline Tensors parameters_of(const ligature::OpList& ops) {
