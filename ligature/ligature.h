@@ -1,7 +1,9 @@
 // The whole of Ligature.
 #pragma once
 
+#include "ligature/fuser/explain.h"
 #include "ligature/fuser/fuser.h"
+#include "ligature/fuser/strict.h"
 #include "ligature/ops/activation.h"
 #include "ligature/ops/add_extra_input.h"
 #include "ligature/ops/basic_linear.h"

@@ -1,5 +1,7 @@
 #include "ligature/sequential.h"
 
+#include "ligature/fuser/strict.h"
+
 namespace ligature {
 
 void SequentialImpl::insert_entry(size_t index, Entry entry) {
@@ -37,6 +39,7 @@ std::shared_ptr<torch::nn::Module> SequentialImpl::clone(
     const std::optional<torch::Device>& device) const {
   auto copy = std::make_shared<SequentialImpl>();
   copy->options_ = options_;
+  copy->strict_ = strict_;
   for (Entry entry : entries_) {
     entry.module = entry.module->clone(device);
     if (entry.op) entry.op = std::dynamic_pointer_cast<FusibleOperation>(entry.module);
@@ -102,6 +105,11 @@ void SequentialImpl::set_fuse(bool fuse) {
   grouped_ = false;
 }
 
+void SequentialImpl::set_strict(std::vector<std::string> fusions) {
+  strict_ = std::move(fusions);
+  grouped_ = false;
+}
+
 Tensor SequentialImpl::forward(const Tensor& input) {
   std::vector<Tensor> outputs = forward(input, {});
   LIGATURE_CHECK(outputs.size() == 1, "[Sequential] it has ", outputs.size() - 1,
@@ -110,6 +118,16 @@ Tensor SequentialImpl::forward(const Tensor& input) {
 }
 
 std::vector<Tensor> SequentialImpl::forward(
+    const Tensor& input, const std::vector<Tensor>& extra_inputs,
+    const std::vector<std::pair<size_t, OpKwargs>>& kwargs) {
+  if (strict_.empty()) return run_groups(input, extra_inputs, kwargs);
+  const StrictScope strict(strict_, StrictScope::Where::Any);
+  std::vector<Tensor> outputs = run_groups(input, extra_inputs, kwargs);
+  strict.finish();
+  return outputs;
+}
+
+std::vector<Tensor> SequentialImpl::run_groups(
     const Tensor& input, const std::vector<Tensor>& extra_inputs,
     const std::vector<std::pair<size_t, OpKwargs>>& kwargs) {
   LIGATURE_CHECK(extra_inputs.size() == num_extra_inputs(), "[Sequential] takes ",

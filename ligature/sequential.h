@@ -66,6 +66,15 @@ class SequentialImpl : public torch::nn::Module {
   Recompute recompute() const { return options_.recompute; }
   /// false: run every basic operation by itself.
   void set_fuse(bool fuse);
+  /// Fusions that must fire, in one of its fusers at least; a call fails otherwise and says why.
+  void set_strict(std::vector<std::string> fusions);
+  const std::vector<std::string>& strict() const { return strict_; }
+
+  /// What the last call did; throws before the first.
+  Explanation explain();
+  /// What a call with these arguments would do. Nothing is computed, so tensors without memory (on
+  /// the meta device) do as well.
+  Explanation explain(const Tensor& input, const std::vector<Tensor>& extra_inputs = {});
 
   size_t num_extra_inputs();
   size_t num_extra_outputs();
@@ -120,13 +129,24 @@ class SequentialImpl : public torch::nn::Module {
 
   void insert_entry(size_t index, Entry entry);
   void changed();
+  /// Adds the parts of this container; returns the outputs, without memory.
+  std::vector<Tensor> explain_parts(const std::string& name, const Tensor* input,
+                                    std::vector<Tensor> extra_inputs, at::Device device,
+                                    std::vector<ExplainedPart>& parts);
+  std::vector<Tensor> run_groups(const Tensor& input, const std::vector<Tensor>& extra_inputs,
+                                 const std::vector<std::pair<size_t, OpKwargs>>& kwargs);
+  friend Explanation explain(torch::nn::Module& model);
   const std::vector<Group>& groups();
 
   std::vector<Entry> entries_;
   std::vector<Group> groups_;
   bool grouped_ = false;
   FuserOptions options_;
+  std::vector<std::string> strict_;
 };
 TORCH_MODULE(Sequential);
+
+/// What the last call of every Sequential in a model did, by its place in the model.
+Explanation explain(torch::nn::Module& model);
 
 }  // namespace ligature

@@ -13,6 +13,7 @@
 #include "ligature/fuser/builtin_scope.h"
 #include "ligature/fuser/node.h"
 #include "ligature/fuser/node_ptr.h"
+#include "ligature/fuser/tracer.h"
 
 namespace ligature {
 
@@ -50,6 +51,13 @@ GradPlan plan_gradients(const Call& call, const Wiring& wiring, size_t num_ops) 
   return grads;
 }
 
+std::optional<at::ScalarType> current_autocast_dtype(at::DeviceType device) {
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) {
+    return std::nullopt;
+  }
+  return at::autocast::get_autocast_dtype(device);
+}
+
 namespace {
 
 /// One forward run of a plan.
@@ -57,14 +65,10 @@ class ForwardRun {
  public:
   ForwardRun(const Plan& plan, const Call& call, const GradPlan& grads, Contexts& contexts)
       : plan_(plan), call_(call), contexts_(contexts), extra_outputs_(plan.basic_ops.size()) {
+    if (call.trace != nullptr) tracer_.emplace(plan, call);
     const size_t n = plan.basic_ops.size();
     args_.resize(n);
     extra_inputs_.resize(n);
-    const at::DeviceType device = call.input.device().type();
-    std::optional<at::ScalarType> autocast_dtype;
-    if (at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device)) {
-      autocast_dtype = at::autocast::get_autocast_dtype(device);
-    }
     for (size_t i = 0; i < n; ++i) {
       OpArgs& args = args_[i];
       args.params =
@@ -75,7 +79,7 @@ class ForwardRun {
       if (!call.kwargs.empty()) args.kwargs = &call.kwargs[i];
       if (i > 0) args.prev_op_grad_output_quantizer = plan.grad_output_quantizers[i - 1].get();
       if (i + 1 < n) args.next_op_input_quantizer = plan.input_quantizers[i + 1].get();
-      args.autocast_dtype = autocast_dtype;
+      args.autocast_dtype = call.autocast_dtype;
       contexts[i].requires_grad = grads.flags[i];
     }
   }
@@ -84,12 +88,12 @@ class ForwardRun {
     check_kwargs();
     Value x = call_.input;
     check_from(0, x);
-    for (const auto& op : plan_.basic_ops) {
-      op->pre_fuser_forward(args_.back().requires_grad.op);
+    if (!call_.dry) {
+      for (const auto& op : plan_.basic_ops) op->pre_fuser_forward(args_.back().requires_grad.op);
     }
-    for (const PlanStep& step : plan_.forward) {
-      if (step.first >= checked_) check_from(step.first, x);
-      x = run_step(step, x);
+    for (size_t k = 0; k < plan_.forward.size(); ++k) {
+      if (plan_.forward[k].first >= checked_) check_from(plan_.forward[k].first, x);
+      x = run_step(k, x);
     }
     return x;
   }
@@ -135,7 +139,8 @@ class ForwardRun {
     }
   }
 
-  Value run_step(const PlanStep& step, const Value& x) {
+  Value run_step(size_t index, const Value& x) {
+    const PlanStep& step = plan_.forward[index];
     c10::SmallVector<OperationContext*, 8> ctxs;
     for (size_t i = step.first; i < step.first + step.count; ++i) {
       for (const Wiring::Input& slot : plan_.wiring->inputs[i]) {
@@ -150,11 +155,13 @@ class ForwardRun {
       args_[i].extra_inputs = extra_inputs_[i];
       ctxs.push_back(&contexts_[i]);
     }
+    if (tracer_) tracer_->begin();
     FuserForwardResult result = [&] {
       StepScope scope(*step.op);
       return step.op->fuser_forward(ctxs, x,
                                     at::ArrayRef<OpArgs>(args_).slice(step.first, step.count));
     }();
+    if (tracer_) tracer_->end(index, x, result, contexts_);
     LIGATURE_CHECK_STATE(result.output.defined(), "[", step.op->label(),
                          "] its forward returned no output");
     for (size_t k = 0; k < step.count; ++k) {
@@ -180,14 +187,9 @@ class ForwardRun {
   std::vector<std::vector<Tensor>> extra_inputs_;
   std::vector<std::vector<Tensor>> extra_outputs_;
   std::vector<uint32_t> versions_;
+  std::optional<ForwardTracer> tracer_;
   size_t checked_ = 0;
 };
-
-bool share_memory(const Tensor& a, const Tensor& b) {
-  if (!a.defined() || !b.defined()) return false;
-  return a.is_same(b) ||
-         (a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()));
-}
 
 /// Makes output `k` a tensor that can carry a gradient edge. One in the memory of an argument or of
 /// another output becomes a view that autograd does not let be edited; a view of an intermediate
@@ -280,7 +282,8 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
   for (const Tensor& param : call.params) inputs.push_back(&param);
   for (const Tensor& extra : call.extra_inputs) inputs.push_back(&extra);
 
-  auto node = make_node<FuserNode>(plan, contexts, call.param_offsets, std::move(call.keep_alive));
+  auto node = make_node<FuserNode>(plan, contexts, call.param_offsets, std::move(call.keep_alive),
+                                   call.trace);
   torch::autograd::edge_list edges;
   edges.reserve(inputs.size() + 1);
   if (call.input.is_quantized()) edges.emplace_back();

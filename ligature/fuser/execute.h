@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "ligature/fuser/plan.h"
+#include "ligature/fuser/trace.h"
 
 namespace ligature {
 
@@ -16,8 +17,14 @@ struct Call {
   std::vector<Tensor> extra_inputs;   ///< the caller's
   std::vector<OpKwargs> kwargs;       ///< one per basic operation, or none at all
   std::vector<bool> training;         ///< one per basic operation
-  std::shared_ptr<void> keep_alive;   ///< what must live as long as backward may run
+  std::optional<at::ScalarType> autocast_dtype;
+  std::shared_ptr<void> keep_alive;  ///< what must live as long as backward may run
+  TracePtr trace;                    ///< where to note what runs; null: nowhere
+  bool dry = false;                  ///< tensors without memory: nothing may change its state
 };
+
+/// The dtype that autocast asks for on this kind of device, where it is enabled.
+std::optional<at::ScalarType> current_autocast_dtype(at::DeviceType device);
 
 /// Which operations take part in backward, and in what.
 struct GradPlan {

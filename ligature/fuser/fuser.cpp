@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "ligature/fuser/strict.h"
+
 namespace ligature {
 
 OperationFuser::OperationFuser(const OpList& ops, FuserOptions options)
@@ -49,25 +51,31 @@ void OperationFuser::check_call(const Call& call) const {
 }
 
 std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key,
-                                                     const std::shared_ptr<const Recipe>& recipe) {
+                                                     const std::shared_ptr<const Recipe>& recipe,
+                                                     bool to_run) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (const auto& [known, plan] : plans_) {
-    if (known == key) {
-      if (last_plan_ != plan) last_plan_ = plan;
-      return plan;
-    }
+  const auto is_wanted = [&](const KeptPlan& kept) { return kept.key == key; };
+  auto found = std::find_if(plans_.begin(), plans_.end(), is_wanted);
+  if (found == plans_.end()) {
+    PlanOptions options;
+    options.recipe = recipe;
+    options.dtype = key.dtype;
+    options.device = key.device;
+    options.recompute = options_.recompute;
+    options.requires_grad = key.first_backward_op < basic_ops_.size();
+    auto plan = make_plan(basic_ops_, wiring_, options, key.first_backward_op, options_.fuse);
+    std::erase_if(plans_, [&](const KeptPlan& kept) { return kept.key.registry != key.registry; });
+    plans_.push_back({key, std::move(plan), false});
+    found = plans_.end() - 1;
   }
-  PlanOptions options;
-  options.recipe = recipe;
-  options.dtype = key.dtype;
-  options.device = key.device;
-  options.recompute = options_.recompute;
-  options.requires_grad = key.first_backward_op < basic_ops_.size();
-  auto plan = make_plan(basic_ops_, wiring_, options, key.first_backward_op, options_.fuse);
-  std::erase_if(plans_, [&](const auto& item) { return item.first.registry != key.registry; });
-  plans_.emplace_back(key, plan);
-  last_plan_ = plan;
-  return plan;
+  if (to_run) {
+    if (!found->checked) {
+      check_strict(*found->plan, options_.strict);
+      found->checked = true;
+    }
+    if (last_plan_ != found->plan) last_plan_ = found->plan;
+  }
+  return found->plan;
 }
 
 std::shared_ptr<const Plan> OperationFuser::plan() const {
@@ -87,31 +95,69 @@ void OperationFuser::prepare() {
   for (const auto& op : basic_ops_) op->pre_first_fuser_forward();
 }
 
-std::vector<Tensor> OperationFuser::run(Call&& call) {
-  check_call(call);
-  const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
+OperationFuser::PlanKey OperationFuser::key_for(const Call& call, const GradPlan& grads) const {
   PlanKey key;
   key.registry = registry_version();
   key.first_backward_op = grads.first_backward_op;
   key.dtype = call.input.dtype();
   key.device = call.input.device();
-  return execute(plan_for(key, nullptr), std::move(call), grads);
+  return key;
 }
 
-std::vector<Tensor> OperationFuser::operator()(const Tensor& input,
-                                               std::vector<Tensor> extra_inputs,
-                                               std::vector<OpKwargs> kwargs) {
-  prepare();
+void OperationFuser::remember(const Call& call) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!last_situation_) last_situation_.emplace();
+  Situation& situation = *last_situation_;
+  const auto note = [](Situation::Input& input, const Tensor& tensor) {
+    input.meta.sizes = tensor.sizes();
+    input.meta.dtype = tensor.scalar_type();
+    input.meta.device = tensor.device();
+    input.strides = tensor.strides();
+    input.requires_grad = tensor.requires_grad();
+  };
+  note(situation.input, call.input.is_quantized() ? call.input.dequantized() : call.input.tensor());
+  situation.extra_inputs.resize(call.extra_inputs.size());
+  for (size_t k = 0; k < call.extra_inputs.size(); ++k) {
+    note(situation.extra_inputs[k], call.extra_inputs[k]);
+  }
+  situation.autocast_dtype = call.autocast_dtype;
+  situation.gradients = at::GradMode::is_enabled();
+  last_trace_ = call.trace;
+}
+
+std::vector<Tensor> OperationFuser::run(Call&& call) {
+  check_call(call);
+  const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
+  const std::shared_ptr<const Plan> plan = plan_for(key_for(call, grads), nullptr, true);
+  if (StrictScope::active()) StrictScope::check(*plan);
+  call.autocast_dtype = current_autocast_dtype(call.input.device().type());
+  if (plan->has_guests) {
+    call.trace = std::make_shared<Trace>(plan->forward.size(), plan->backward.size());
+    call.trace->device = call.input.device().type();
+  }
+  remember(call);
+  return execute(plan, std::move(call), grads);
+}
+
+Call OperationFuser::collect() const {
   Call call;
-  call.input = input;
-  call.extra_inputs = std::move(extra_inputs);
-  call.kwargs = std::move(kwargs);
   call.param_offsets.push_back(0);
   for (const auto& op : basic_ops_) {
     op->collect_parameters(call.params);
     call.param_offsets.push_back(call.params.size());
     call.training.push_back(op->parameter_owner().is_training());
   }
+  return call;
+}
+
+std::vector<Tensor> OperationFuser::operator()(const Tensor& input,
+                                               std::vector<Tensor> extra_inputs,
+                                               std::vector<OpKwargs> kwargs) {
+  prepare();
+  Call call = collect();
+  call.input = input;
+  call.extra_inputs = std::move(extra_inputs);
+  call.kwargs = std::move(kwargs);
   return run(std::move(call));
 }
 

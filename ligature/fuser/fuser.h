@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ligature/fuser/execute.h"
+#include "ligature/fuser/explain.h"
 
 namespace ligature {
 
@@ -17,6 +18,33 @@ struct FuserOptions {
   bool fuse = true;                        ///< false: run the basic operations one by one
   bool use_channels = true;                ///< false: every extra input and output is the caller's
   std::vector<std::string> open_channels;  ///< channels that continue in another fuser
+  std::vector<std::string> strict;         ///< fusions that must fire; planning fails otherwise
+};
+
+/// What a call looks like: enough to plan it and to trace it without computing.
+struct Situation {
+  struct Input {
+    ValueMeta meta;
+    at::DimVector strides;
+    bool requires_grad = false;
+    Tensor example;  ///< values to run operations of a host language on; else zeros
+
+    /// `device`: what a tensor without memory stands for.
+    static Input of(const Tensor& tensor, at::Device device);
+  };
+  Input input;
+  std::vector<Input> extra_inputs;
+  std::optional<at::ScalarType> autocast_dtype;
+  bool gradients = true;
+
+  static Situation of(const Tensor& input, const std::vector<Tensor>& extra_inputs,
+                      at::Device device);
+};
+
+/// An explanation of one fuser, and the outputs of the traced call, without memory.
+struct ExplainedCall {
+  ExplainedPart part;
+  std::vector<Tensor> outputs;
 };
 
 /// Example:
@@ -47,6 +75,20 @@ class OperationFuser {
   void set_recompute(Recompute recompute);
   Recompute recompute() const { return options_.recompute; }
 
+  /// What the last call did; throws before the first.
+  Explanation explain();
+  /// What a call with these arguments would do. Nothing is computed, so tensors without memory (on
+  /// the meta device) do as well; only operations of a host language run.
+  Explanation explain(const Tensor& input, const std::vector<Tensor>& extra_inputs = {});
+
+  /// The same for a binding or a container: `call` has everything but the inputs. Without a
+  /// situation it is that of the last call.
+  ExplainedCall explain_call(Call&& call, const std::optional<Situation>& situation);
+  /// Where an input without memory would be: with the parameters.
+  at::Device device_of(const Call& call) const;
+  /// A call with the operations' own parameters and no inputs yet.
+  Call collect() const;
+
  private:
   struct PlanKey {
     uint64_t registry = 0;
@@ -56,18 +98,30 @@ class OperationFuser {
     std::string recipe;
     bool operator==(const PlanKey&) const = default;
   };
+  struct KeptPlan {
+    PlanKey key;
+    std::shared_ptr<const Plan> plan;
+    bool checked = false;  // for what is strictly wanted
+  };
 
+  PlanKey key_for(const Call& call, const GradPlan& grads) const;
+  /// `to_run`: it must hold what is strictly wanted, and becomes the last plan.
   std::shared_ptr<const Plan> plan_for(const PlanKey& key,
-                                       const std::shared_ptr<const Recipe>& recipe);
+                                       const std::shared_ptr<const Recipe>& recipe, bool to_run);
   void check_call(const Call& call) const;
+  void remember(const Call& call);
+  std::vector<Tensor> trace_call(Call call, const std::shared_ptr<const Plan>& plan,
+                                 const GradPlan& grads) const;
 
   OpList ops_;  // as given: keeps composites alive
   std::vector<BasicOpPtr> basic_ops_;
   std::shared_ptr<const Wiring> wiring_;
   FuserOptions options_;
   mutable std::recursive_mutex mutex_;  // a fusion may look at the fuser that is being planned
-  std::vector<std::pair<PlanKey, std::shared_ptr<const Plan>>> plans_;
+  std::vector<KeptPlan> plans_;
   std::shared_ptr<const Plan> last_plan_;
+  std::optional<Situation> last_situation_;
+  TracePtr last_trace_;  // of plans with operations of a host language
   std::atomic<bool> prepared_{false};
 };
 

@@ -63,8 +63,9 @@ OpList apply_rule(const FusionRule& rule, const OpList& ops, const PlanOptions& 
   LIGATURE_CHECK(!rule.pattern.empty(), "fusion '", rule.name, "' has an empty pattern");
   OpList out;
   size_t position = 0;
-  const auto note = [&](std::string reason) {
-    if (considered != nullptr) considered->push_back({rule.name, position, std::move(reason)});
+  const auto note = [&](std::string reason, size_t count = 1) {
+    if (considered == nullptr) return;
+    considered->push_back({rule.name, position, std::move(reason), count});
   };
   for (size_t i = 0; i < ops.size();) {
     Attempt attempt{at::ArrayRef<OpPtr>(ops).slice(i), {}, 0, 0};
@@ -83,8 +84,8 @@ OpList apply_rule(const FusionRule& rule, const OpList& ops, const PlanOptions& 
         }
       }
       if (fused != nullptr) covered = count;
-      note(std::move(reason));
-    } else if (attempt.furthest > 0) {
+      note(std::move(reason), fused != nullptr ? fused->basic_ops().size() : 1);
+    } else if (attempt.furthest_at > 0) {
       note(mismatch(rule.pattern, attempt));
     }
     if (fused != nullptr) out.push_back(fused);

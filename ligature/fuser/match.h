@@ -13,6 +13,7 @@ struct Consideration {
   std::string fusion;
   size_t position = 0;  ///< index of the first basic operation
   std::string reason;   ///< why it was not taken; empty when it was
+  size_t count = 1;     ///< basic operations from there on that it covers, when it was taken
 };
 
 /// Scans from the left; matches do not overlap. Appends to `considered` unless it is null.

@@ -206,12 +206,22 @@ variable_list FuserNode::backward(const variable_list& grads) {
       ctxs.push_back(&(*contexts_)[op]);
     }
     if (step.op->is_guest()) fill_in_zeros(step, grad_extra_outputs);
+    std::optional<kernels::KernelLog> log;
+    if (trace_ != nullptr) log.emplace(trace_->device);
     FuserBackwardResult step_result = [&] {
       StepScope scope(*step.op);
       return step.op->fuser_backward(
           ctxs, dy,
           at::ArrayRef<std::vector<Tensor>>(grad_extra_outputs).slice(step.first, step.count));
     }();
+    if (log) {
+      TracedStep traced{
+          true, log->take(), TracedValue::of(dy), TracedValue::of(step_result.grad_input), {}};
+      log.reset();
+      if (step.op->is_guest()) traced.kernels = {{step.op->name(), "python", {}}};
+      std::lock_guard<std::mutex> lock(trace_->mutex);
+      trace_->backward[s] = std::move(traced);
+    }
     LIGATURE_CHECK_STATE(step_result.grad_params.size() == step.count &&
                              step_result.grad_extra_inputs.size() == step.count,
                          "[", step.op->label(), "] its backward must return gradients for each of ",

@@ -9,17 +9,19 @@
 #include <vector>
 
 #include "ligature/fuser/plan.h"
+#include "ligature/fuser/trace.h"
 
 namespace ligature {
 
 class FuserNode : public torch::autograd::Node {
  public:
   FuserNode(std::shared_ptr<const Plan> plan, std::shared_ptr<Contexts> contexts,
-            std::vector<size_t> param_offsets, std::shared_ptr<void> keep_alive)
+            std::vector<size_t> param_offsets, std::shared_ptr<void> keep_alive, TracePtr trace)
       : plan_(std::move(plan)),
         contexts_(std::move(contexts)),
         param_offsets_(std::move(param_offsets)),
-        keep_alive_(std::move(keep_alive)) {}
+        keep_alive_(std::move(keep_alive)),
+        trace_(std::move(trace)) {}
 
   /// An output of the node: the main one (caller == none) or one of the extra outputs.
   void add_output(size_t caller_index) { outputs_.push_back(caller_index); }
@@ -60,6 +62,7 @@ class FuserNode : public torch::autograd::Node {
   std::shared_ptr<Contexts> contexts_;
   std::vector<size_t> param_offsets_;
   std::shared_ptr<void> keep_alive_;
+  TracePtr trace_;
   std::vector<size_t> outputs_;
   std::vector<std::vector<ValueMeta>> extra_outputs_;
   std::vector<torch::autograd::SavedVariable> saved_;

@@ -1,5 +1,7 @@
 #include "ligature/fuser/plan.h"
 
+#include <algorithm>
+
 namespace ligature {
 namespace {
 
@@ -10,8 +12,18 @@ OpList apply_fusion(const Fusion& fusion, const OpList& ops, const PlanOptions& 
   }
   const auto& function = std::get<FusionFunction>(fusion);
   OpList result = function.apply(ops, options);
-  considered.push_back(
-      {function.name, 0, result == ops ? "it left the operations as they are" : ""});
+  size_t position = 0;
+  bool changed = false;
+  for (const auto& op : result) {
+    if (op == nullptr) break;  // reported by the caller
+    const size_t count = op->basic_ops().size();
+    if (std::find(ops.begin(), ops.end(), op) == ops.end()) {
+      considered.push_back({function.name, position, "", count});
+      changed = true;
+    }
+    position += count;
+  }
+  if (!changed) considered.push_back({function.name, 0, "it left the operations as they are"});
   return result;
 }
 
@@ -117,6 +129,9 @@ std::shared_ptr<const Plan> make_plan(std::vector<BasicOpPtr> ops,
   }
   check_channels(plan->forward, *plan);
   check_channels(plan->backward, *plan);
+  for (const auto* steps : {&plan->forward, &plan->backward}) {
+    for (const PlanStep& step : *steps) plan->has_guests |= step.op->is_guest();
+  }
   return plan;
 }
 

@@ -35,6 +35,7 @@ struct Plan {
     std::vector<Consideration> considered;
   };
   std::vector<PassReport> reports;
+  bool has_guests = false;  ///< an operation of a host language takes part
 };
 
 /// Runs the three passes. Each registered fusion is applied once per pass; after each pass the

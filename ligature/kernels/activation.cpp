@@ -5,6 +5,7 @@
 #include "ligature/backend/aten/activation.h"
 #include "ligature/backend/cpu/activation.h"
 #include "ligature/check.h"
+#include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
 namespace {
@@ -65,12 +66,14 @@ const char* activation_name(ActivationKind kind) {
 }
 
 Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
+  const KernelScope scope("activation_forward");
   check_input(x, spec, scales);
   return x.is_cpu() ? cpu::activation_forward(x, spec, scales)
                     : aten::activation_forward(x, spec, scales);
 }
 
 Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
+  const KernelScope scope("activation_forward_");
   LIGATURE_CHECK(!is_gated(spec.kind), "[activation_forward_] wanted an activation that keeps the ",
                  "shape, got ", activation_name(spec.kind));
   check_input(x, spec, {});
@@ -80,6 +83,7 @@ Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
 ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        const ActivationSpec& spec, const Tensor& scales,
                                        bool need_dscales, bool need_dbias) {
+  const KernelScope scope("activation_backward");
   check_input(x, spec, scales);
   LIGATURE_CHECK(!need_dscales || scales.defined(), "[", activation_name(spec.kind),
                  "] wanted scales for their gradient, got none");

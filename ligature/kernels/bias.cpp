@@ -3,14 +3,17 @@
 
 #include "ligature/backend/aten/bias.h"
 #include "ligature/backend/cpu/bias.h"
+#include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
 
 Tensor bias_forward(const Tensor& x, const Tensor& b) {
+  const KernelScope scope("bias_forward");
   return x.is_cpu() ? cpu::bias_forward(x, b) : aten::bias_forward(x, b);
 }
 
 Tensor bias_backward(const Tensor& dy, int64_t features) {
+  const KernelScope scope("bias_backward");
   return dy.is_cpu() ? cpu::bias_backward(dy, features) : aten::bias_backward(dy, features);
 }
 

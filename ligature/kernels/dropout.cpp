@@ -2,6 +2,7 @@
 // mask of the wrong dtype for empty inputs.
 #include "ligature/kernels/dropout.h"
 
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_dropout.h>
 #include <ATen/ops/native_dropout_backward.h>
 #include <ATen/ops/zeros_like.h>
@@ -9,6 +10,7 @@
 #include <utility>
 
 #include "ligature/check.h"
+#include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
 namespace {
@@ -20,17 +22,27 @@ void check_probability(const char* op, double p) {
 }  // namespace
 
 DropoutForward dropout_forward(const Tensor& x, double p) {
+  KernelScope scope("dropout_forward", "aten");
   check_probability("dropout_forward", p);
   if (p == 1.0 || x.numel() == 0) {
     return {at::zeros_like(x), at::zeros_like(x, x.options().dtype(at::kBool))};
+  }
+  if (x.is_meta()) {
+    scope.stands_for("aten::native_dropout");
+    return {at::empty_like(x), at::empty_like(x, x.options().dtype(at::kBool))};
   }
   auto [y, mask] = at::native_dropout(x, p, true);
   return {std::move(y), std::move(mask)};
 }
 
 Tensor dropout_backward(const Tensor& dy, const Tensor& mask, double p) {
+  KernelScope scope("dropout_backward", "aten");
   check_probability("dropout_backward", p);
   if (p == 1.0) return at::zeros_like(dy);
+  if (dy.is_meta()) {
+    scope.stands_for("aten::native_dropout_backward");
+    return at::empty_like(dy);
+  }
   return at::native_dropout_backward(dy, mask, 1.0 / (1.0 - p));
 }
 

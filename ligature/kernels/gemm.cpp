@@ -8,6 +8,7 @@
 #include <ATen/ops/mm.h>
 
 #include "ligature/check.h"
+#include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
 namespace {
@@ -44,6 +45,7 @@ Tensor product(const Tensor& a, const Tensor& b, const Tensor& add, double alpha
 
 Tensor linear_forward(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& add,
                       double alpha) {
+  const KernelScope scope("linear_forward", "aten");
   check_inner("linear_forward", "x with a last dimension", w.size(1), x.size(-1));
   if (bias.defined() && add.defined()) {
     Tensor y = at::add(add, bias);
@@ -56,23 +58,27 @@ Tensor linear_forward(const Tensor& x, const Tensor& w, const Tensor& bias, cons
 
 void linear_forward_add_(Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias,
                          double alpha) {
+  const KernelScope scope("linear_forward_add_", "aten");
   check_inner("linear_forward_add_", "x with a last dimension", w.size(1), x.size(-1));
   if (bias.defined()) y.add_(bias);
   as_matrix(y).addmm_(as_matrix(x), w.t(), 1, alpha);
 }
 
 Tensor linear_input_grad(const Tensor& dy, const Tensor& w, const Tensor& add, double alpha) {
+  const KernelScope scope("linear_input_grad", "aten");
   check_inner("linear_input_grad", "dy with a last dimension", w.size(0), dy.size(-1));
   const Tensor addend = add.defined() ? as_matrix(add) : add;
   return as_rows_of(product(as_matrix(dy), w, addend, alpha), dy);
 }
 
 Tensor linear_weight_grad(const Tensor& dy, const Tensor& x, double alpha) {
+  const KernelScope scope("linear_weight_grad", "aten");
   return product(as_matrix(dy).t(), as_matrix(x), {}, alpha);
 }
 
 void linear_weight_grad_into(Tensor& out, const Tensor& dy, const Tensor& x, bool accumulate,
                              double alpha) {
+  const KernelScope scope("linear_weight_grad_into", "aten");
   Tensor dyt = as_matrix(dy).t();
   Tensor x2 = as_matrix(x);
   const double beta = accumulate ? 1.0 : 0.0;

@@ -4,6 +4,7 @@
 #include "ligature/backend/aten/norm.h"
 #include "ligature/backend/cpu/norm.h"
 #include "ligature/check.h"
+#include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
 namespace {
@@ -18,6 +19,7 @@ void check_sizes(const char* op, const Tensor& x, const Tensor& w) {
 
 NormForward layer_norm_forward(const Tensor& x, const Tensor& w, const Tensor& b, double eps,
                                bool zero_centered_gamma, at::ScalarType out_dtype) {
+  const KernelScope scope("layer_norm_forward");
   check_sizes("layer_norm_forward", x, w);
   return x.is_cpu() ? cpu::layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype)
                     : aten::layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype);
@@ -25,6 +27,7 @@ NormForward layer_norm_forward(const Tensor& x, const Tensor& w, const Tensor& b
 
 NormForward rms_norm_forward(const Tensor& x, const Tensor& w, double eps, bool zero_centered_gamma,
                              at::ScalarType out_dtype) {
+  const KernelScope scope("rms_norm_forward");
   check_sizes("rms_norm_forward", x, w);
   return x.is_cpu() ? cpu::rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype)
                     : aten::rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype);
@@ -32,6 +35,7 @@ NormForward rms_norm_forward(const Tensor& x, const Tensor& w, double eps, bool 
 
 Tensor layer_norm_apply(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& w,
                         const Tensor& b, bool zero_centered_gamma, at::ScalarType out_dtype) {
+  const KernelScope scope("layer_norm_apply");
   check_sizes("layer_norm_apply", x, w);
   return x.is_cpu() ? cpu::layer_norm_apply(x, mean, rstd, w, b, zero_centered_gamma, out_dtype)
                     : aten::layer_norm_apply(x, mean, rstd, w, b, zero_centered_gamma, out_dtype);
@@ -39,6 +43,7 @@ Tensor layer_norm_apply(const Tensor& x, const Tensor& mean, const Tensor& rstd,
 
 Tensor rms_norm_apply(const Tensor& x, const Tensor& rstd, const Tensor& w,
                       bool zero_centered_gamma, at::ScalarType out_dtype) {
+  const KernelScope scope("rms_norm_apply");
   check_sizes("rms_norm_apply", x, w);
   return x.is_cpu() ? cpu::rms_norm_apply(x, rstd, w, zero_centered_gamma, out_dtype)
                     : aten::rms_norm_apply(x, rstd, w, zero_centered_gamma, out_dtype);
@@ -47,6 +52,7 @@ Tensor rms_norm_apply(const Tensor& x, const Tensor& rstd, const Tensor& w,
 NormBackward layer_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& mean,
                                  const Tensor& rstd, const Tensor& w, bool zero_centered_gamma,
                                  const Tensor& add, bool need_dx, bool need_dw, bool need_db) {
+  const KernelScope scope("layer_norm_backward");
   check_sizes("layer_norm_backward", x, w);
   return x.is_cpu() ? cpu::layer_norm_backward(dy, x, mean, rstd, w, zero_centered_gamma, add,
                                                need_dx, need_dw, need_db)
@@ -57,6 +63,7 @@ NormBackward layer_norm_backward(const Tensor& dy, const Tensor& x, const Tensor
 NormBackward rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& rstd,
                                const Tensor& w, bool zero_centered_gamma, const Tensor& add,
                                bool need_dx, bool need_dw) {
+  const KernelScope scope("rms_norm_backward");
   check_sizes("rms_norm_backward", x, w);
   return x.is_cpu()
              ? cpu::rms_norm_backward(dy, x, rstd, w, zero_centered_gamma, add, need_dx, need_dw)
@@ -64,11 +71,13 @@ NormBackward rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& 
 }
 
 L2Forward l2_normalization_forward(const Tensor& x, double eps) {
+  const KernelScope scope("l2_normalization_forward");
   return x.is_cpu() ? cpu::l2_normalization_forward(x, eps)
                     : aten::l2_normalization_forward(x, eps);
 }
 
 Tensor l2_normalization_backward(const Tensor& dy, const Tensor& x, const Tensor& rstd) {
+  const KernelScope scope("l2_normalization_backward");
   return x.is_cpu() ? cpu::l2_normalization_backward(dy, x, rstd)
                     : aten::l2_normalization_backward(dy, x, rstd);
 }

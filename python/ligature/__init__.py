@@ -18,5 +18,6 @@ import torch  # noqa: F401  its libraries must be loaded before ours
 
 from . import ops
 from ._C import __version__
+from .explanation import Explanation, PlanDiff, explain, strict
 
-__all__ = ["__version__", "ops"]
+__all__ = ["Explanation", "PlanDiff", "__version__", "explain", "ops", "strict"]

@@ -20,9 +20,9 @@ class PythonFuser {
  public:
   /// `ops` is kept by the Python object, where the garbage collector sees it, not from here.
   PythonFuser(const py::list& ops, const std::string& recompute, bool fuse, bool use_channels,
-              std::vector<std::string> open_channels)
-      : fuser_(prepare(ops),
-               {recompute_from_string(recompute), fuse, use_channels, std::move(open_channels)}),
+              std::vector<std::string> open_channels, std::vector<std::string> strict)
+      : fuser_(prepare(ops), {recompute_from_string(recompute), fuse, use_channels,
+                              std::move(open_channels), std::move(strict)}),
         kept_(ops) {
     for (const auto& op : fuser_.basic_ops()) sources_.emplace_back(python_of(op), *op);
   }
@@ -34,16 +34,8 @@ class PythonFuser {
     call.extra_inputs.reserve(extra_inputs.size());
     for (const auto& extra : extra_inputs)
       call.extra_inputs.push_back(unwrap(extra, "an extra input"));
-    call.param_offsets.reserve(sources_.size() + 1);
-    call.param_offsets.push_back(0);
-    call.training.reserve(sources_.size());
-    for (const ParameterSource& source : sources_) {
-      source.collect(call.params);
-      call.param_offsets.push_back(call.params.size());
-      call.training.push_back(source.training());
-    }
+    collect(call);
     if (!kwargs.is_none()) call.kwargs = unwrap_kwargs(kwargs);
-    call.keep_alive = hold(py::reinterpret_borrow<py::object>(kept_));
     std::vector<Tensor> outputs;
     {
       KeepScope scope(kept_);
@@ -54,6 +46,30 @@ class PythonFuser {
     py::tuple result(outputs.size());
     for (size_t i = 0; i < outputs.size(); ++i) result[i] = wrap(outputs[i]);
     return result;
+  }
+
+  /// `example`: the input and the extra inputs, or None for the last call. `device`: what tensors
+  /// without memory stand for, or None. Gives the explanation and the outputs, without memory.
+  py::tuple explain(const py::object& example, const std::optional<at::Device>& device) {
+    Call call;
+    std::optional<Situation> situation;
+    if (!example.is_none()) fuser_.prepare();
+    collect(call);
+    if (!example.is_none()) {
+      std::vector<Tensor> tensors = unwrap_list(example, "an example of explain()");
+      LIGATURE_CHECK(!tensors.empty(), "explain: an example input is needed");
+      situation = Situation::of(tensors[0], std::vector<Tensor>(tensors.begin() + 1, tensors.end()),
+                                device ? *device : fuser_.device_of(call));
+    }
+    ExplainedCall explained;
+    {
+      KeepScope scope(kept_);
+      py::gil_scoped_release no_gil;
+      explained = fuser_.explain_call(std::move(call), situation);
+    }
+    py::list outputs;
+    for (const Tensor& output : explained.outputs) outputs.append(wrap(output));
+    return py::make_tuple(Explanation{{std::move(explained.part)}}, outputs);
   }
 
   py::object steps(bool forward) const {
@@ -109,6 +125,18 @@ class PythonFuser {
       }
     }
     return list;
+  }
+
+  void collect(Call& call) const {
+    call.param_offsets.reserve(sources_.size() + 1);
+    call.param_offsets.push_back(0);
+    call.training.reserve(sources_.size());
+    for (const ParameterSource& source : sources_) {
+      source.collect(call.params);
+      call.param_offsets.push_back(call.params.size());
+      call.training.push_back(source.training());
+    }
+    call.keep_alive = hold(py::reinterpret_borrow<py::object>(kept_));
   }
 
   /// One Python object per operation of a plan, also for those made in C++.
@@ -186,9 +214,11 @@ class ModuleWatch {
 
 void bind_fuser(py::module_& m) {
   py::class_<PythonFuser>(m, "OperationFuser")
-      .def(py::init<const py::list&, const std::string&, bool, bool, std::vector<std::string>>(),
+      .def(py::init<const py::list&, const std::string&, bool, bool, std::vector<std::string>,
+                    std::vector<std::string>>(),
            py::arg("ops"), py::arg("recompute"), py::arg("fuse"), py::arg("use_channels"),
-           py::arg("open_channels"))
+           py::arg("open_channels"), py::arg("strict"))
+      .def("_explain", &PythonFuser::explain, py::arg("example"), py::arg("device"))
       .def("__call__", &PythonFuser::call, py::arg("input"), py::kw_only(),
            py::arg("basic_op_kwargs") = py::none())
       .def_property_readonly("_forward_ops", [](const PythonFuser& f) { return f.steps(true); })

@@ -25,4 +25,5 @@ PYBIND11_MODULE(_C, m) {
   bind_guests(m);
   bind_registry(m);
   bind_fuser(m);
+  bind_explain(m);
 }

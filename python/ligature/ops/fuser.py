@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from ..explanation import Explanation, example_tensors, strict_names
 from .composite import asking_for_composites
 from .op import FusedOperation, FusibleOperation, basic_ops_of
 
@@ -30,6 +31,7 @@ class OperationFuser(_C.OperationFuser):
         recompute: ``"cheap"`` lets joint fusions recompute norms and activations in backward
             instead of saving them; ``"none"`` saves everything.
         fuse: False runs the basic operations one by one.
+        strict: names of fusions that must fire; otherwise planning fails and says why.
 
     After a call ``_forward_ops`` and ``_backward_ops`` list ``(operation, indices of its basic
     operations)``, both in forward order.
@@ -43,6 +45,7 @@ class OperationFuser(_C.OperationFuser):
         fuse: bool = True,
         use_channels: bool = True,
         open_channels: Sequence[str] = (),
+        strict: Sequence[str] = (),
     ) -> None:
         # The C++ part borrows this list. It also keeps the modules whose parameters are used, and
         # the fused operations that Python makes for a plan.
@@ -56,8 +59,20 @@ class OperationFuser(_C.OperationFuser):
             fuse=fuse,
             use_channels=use_channels,
             open_channels=list(open_channels),
+            strict=strict_names(strict),
         )
         self._kept.extend(part._parameter_owner for part in parts)
+
+    def explain(self, *example: torch.Tensor | Sequence[int]) -> Explanation:
+        """What the last call did, or what a call with ``example`` would do.
+
+        An example is a tensor or a shape, for the input and for each extra input. Nothing is
+        computed; only operations written in Python run once (on zeros for a shape).
+        """
+        if not example:
+            return Explanation(self._explain(None, None)[0])
+        owners = torch.nn.ModuleList(self._kept)
+        return Explanation(self._explain(example_tensors(owners, example), None)[0])
 
 
 class FusionHandle:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, overload
 
 import torch
 
 from .. import _C
+from ..explanation import Explanation, example_tensors, strict, strict_names
+from .builtin import default_device
+from .explainer import Explainer, explain_last
 from .fuser import OperationFuser
 from .hooks import GLOBAL_HOOKS, has_hooks, hook_dicts
 from .op import BasicOperation, FusedOperation, FusibleOperation, basic_ops_of
@@ -41,6 +44,8 @@ class Sequential(torch.nn.Module):
         *args: modules, or one ``OrderedDict`` of named modules.
         recompute: ``"cheap"`` lets joint fusions recompute norms and activations in backward
             instead of saving them. Default ``"none"``.
+        strict: names of fusions that must fire (in one of its fusers, where it has several);
+            otherwise the call that makes the plan fails and says why.
 
     Extra inputs of its operations are passed after the input, extra outputs are returned after the
     output, both in order. Keyword arguments of single operations:
@@ -51,6 +56,7 @@ class Sequential(torch.nn.Module):
         self,
         *args: torch.nn.Module | Mapping[str, torch.nn.Module],
         recompute: str = "none",
+        strict: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
@@ -59,7 +65,9 @@ class Sequential(torch.nn.Module):
         self._watched: tuple[Any, ...] = ()
         self._only: OperationFuser | None = None
         self._recompute = "none"
+        self._strict: list[str] = []
         self.recompute = recompute
+        self.strict = strict
         if len(args) == 1 and isinstance(args[0], Mapping):
             for key, named in args[0].items():
                 self.add_module(key, named)
@@ -79,6 +87,16 @@ class Sequential(torch.nn.Module):
         if value not in ("none", "cheap"):
             raise ValueError(f"[Sequential] recompute must be 'none' or 'cheap', got {value!r}")
         self._recompute = value
+        self._module_groups = None
+
+    @property
+    def strict(self) -> Sequence[str]:
+        """Names of fusions that must fire."""
+        return tuple(self._strict)
+
+    @strict.setter
+    def strict(self, fusions: Sequence[str]) -> None:
+        self._strict = strict_names(fusions)
         self._module_groups = None
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
@@ -157,7 +175,7 @@ class Sequential(torch.nn.Module):
         return out
 
     def __add__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
-        return Sequential(*self, *modules, recompute=self.recompute)
+        return Sequential(*self, *modules, recompute=self.recompute, strict=self.strict)
 
     def __iadd__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
         return self.extend(modules)
@@ -168,6 +186,10 @@ class Sequential(torch.nn.Module):
         return state
 
     # -- grouping
+
+    def _update_groups(self) -> None:
+        if self._module_groups is None or self._watch is None or self._watch.changed():
+            self._regroup()
 
     def _regroup(self) -> None:
         groups: list[_Group] = []
@@ -201,7 +223,8 @@ class Sequential(torch.nn.Module):
 
     def _group_run(self, ops: list[FusibleOperation], run: int) -> list[_Group]:
         """One fuser, unless an operation has to be called by itself."""
-        whole = OperationFuser(ops, recompute=self.recompute)
+        alone = len(ops) == len(self)
+        whole = OperationFuser(ops, recompute=self.recompute, strict=self._strict if alone else ())
         if not any(map(_called_by_itself, ops)):
             return [self._fuser_group(whole, ops, run)]
         segments: list[tuple[bool, list[FusibleOperation]]] = []
@@ -255,8 +278,7 @@ class Sequential(torch.nn.Module):
     @property
     def num_extra_inputs(self) -> int:
         """How many extra inputs it takes after its input."""
-        if self._module_groups is None:
-            self._regroup()
+        self._update_groups()
         count = 0
         for group in self._groups:
             if isinstance(group.module, Sequential):
@@ -276,7 +298,52 @@ class Sequential(torch.nn.Module):
             self._regroup()
         if self._only is not None and op_kwargs is None:
             return self._only(input, *extra_inputs)
-        return self._forward_groups(input, list(extra_inputs), self._resolve_kwargs(op_kwargs))
+        kwargs = self._resolve_kwargs(op_kwargs)
+        if self._only is not None or not self._strict:
+            return self._forward_groups(input, list(extra_inputs), kwargs)
+        with strict(*self._strict, where="any"):
+            return self._forward_groups(input, list(extra_inputs), kwargs)
+
+    # -- explaining
+
+    def _was_called(self) -> bool:
+        if self._module_groups is None or self._watch is None or self._watch.changed():
+            return False
+        fusers = [g.module for g in self._groups if isinstance(g.module, OperationFuser)]
+        return all(fuser._forward_ops is not None for fuser in fusers)
+
+    def explain(self, *example: torch.Tensor | Sequence[int]) -> Explanation:
+        """What the last call did, or what a call with ``example`` would do.
+
+        An example is a tensor or a shape, for the input and for each extra input; a shape stands
+        for a tensor in the parameters' dtype that needs gradients. Nothing is computed; only
+        operations written in Python run once (on zeros for a shape). ::
+
+            print(mlp.explain((64, 256)))
+        """
+        self._update_groups()
+        named: list[tuple[str, _C.Explanation]] = []
+        if not example:
+            for group, name in zip(self._groups, self._group_names(), strict=True):
+                named.append((name, explain_last(group.module)))
+            return Explanation(_C.join_explanations(named))
+        tensors = example_tensors(self, example)
+        device = tensors[0].device
+        if device.type == "meta":
+            places = [p.device for p in self.parameters() if p.device.type != "meta"]
+            device = places[0] if places else default_device(None)
+        runner = Explainer(
+            dict(zip(map(id, self._groups), self._group_names(), strict=True)), device
+        )
+        self._forward_groups(tensors[0], tensors[1:], {}, runner)
+        return Explanation(_C.join_explanations(runner.named))
+
+    def _group_names(self) -> list[str]:
+        """Where each group begins, by the key of its first module; nothing for the only group."""
+        if len(self._groups) == 1:
+            return [""]
+        keys = {id(module): key for key, module in self._modules.items()}
+        return [keys[id(g.ops[0] if g.ops else g.module)] for g in self._groups]
 
     def _resolve_kwargs(self, op_kwargs: Mapping[Any, dict[str, Any]] | None) -> dict[int, Any]:
         """Keyword arguments by identity of the operation or module they are for."""
@@ -296,7 +363,11 @@ class Sequential(torch.nn.Module):
         return out
 
     def _forward_groups(
-        self, x: Any, extra_inputs: list[torch.Tensor], kwargs: dict[int, Any]
+        self,
+        x: Any,
+        extra_inputs: list[torch.Tensor],
+        kwargs: dict[int, Any],
+        explainer: Explainer | None = None,
     ) -> Any:
         wanted = self.num_extra_inputs
         if len(extra_inputs) != wanted:
@@ -307,19 +378,28 @@ class Sequential(torch.nn.Module):
             if isinstance(group.module, Sequential):
                 count = group.module.num_extra_inputs
                 taken, extra_inputs = extra_inputs[:count], extra_inputs[count:]
-                x = group.module(x, *taken, **kwargs.get(id(group.module), {}))
+                if explainer is not None:
+                    x = explainer.nested(group, x, taken)
+                else:
+                    x = group.module(x, *taken, **kwargs.get(id(group.module), {}))
                 if isinstance(x, tuple):
                     x, extra_outputs = x[0], [*extra_outputs, *x[1:]]
                 continue
             if not group.ops:
-                x = group.module(x, **kwargs.get(id(group.module), {}))
+                if explainer is not None:
+                    x = explainer.module(group, x)
+                else:
+                    x = group.module(x, **kwargs.get(id(group.module), {}))
                 continue
             inputs = [
                 channels[group.run, name] if name else extra_inputs.pop(0) for name in group.inputs
             ]
             parts = [part for op in group.ops for part in basic_ops_of(op)]
             part_kwargs = [kwargs.get(id(part), {}) for part in parts]
-            x = self._run_group(group, x, inputs, part_kwargs)
+            if explainer is not None:
+                x = explainer.operations(group, x, inputs)
+            else:
+                x = self._run_group(group, x, inputs, part_kwargs)
             if isinstance(x, tuple):
                 x, results = x[0], x[1:]
                 for name, to_user, result in zip(

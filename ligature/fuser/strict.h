@@ -1,0 +1,51 @@
+// Fusions that must fire: where one does not, planning fails and says why.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "ligature/fuser/plan.h"
+
+namespace ligature {
+
+/// Throws unless the plan took every fusion named, by the fusion's name or by that of the operation
+/// it makes. A fusion of the backward pass is not asked for where no backward runs.
+void check_strict(const Plan& plan, const std::vector<std::string>& fusions);
+
+/// Why the plan did not take the fusion; empty when it did.
+std::string why_not_fused(const Plan& plan, const std::string& fusion);
+
+/// Demands fusions of the fusers that this thread calls while it lives.
+class StrictScope {
+ public:
+  enum class Where {
+    Every,  ///< in each of them, when it is called
+    Any,    ///< in one of them, by the time of finish()
+  };
+  explicit StrictScope(std::vector<std::string> fusions, Where where = Where::Every);
+  ~StrictScope();
+  StrictScope(const StrictScope&) = delete;
+  StrictScope& operator=(const StrictScope&) = delete;
+
+  /// For Any: throws unless each fusion fired somewhere.
+  void finish() const;
+
+  static bool active();
+  /// A fuser of this thread is about to run a plan.
+  static void check(const Plan& plan);
+
+ private:
+  struct Missing {
+    std::string fusion;
+    bool fired = false;
+    std::vector<std::string> reasons;
+  };
+
+  void see(const Plan& plan);
+
+  std::vector<Missing> fusions_;
+  Where where_;
+  StrictScope* outer_;
+};
+
+}  // namespace ligature

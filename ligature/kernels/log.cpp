@@ -1,0 +1,91 @@
+#include "ligature/kernels/log.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+
+#include <string_view>
+
+namespace ligature::kernels {
+
+namespace {
+
+thread_local KernelLog* current_log = nullptr;
+
+bool starts_with(std::string_view text, std::string_view start) {
+  return text.substr(0, start.size()) == start;
+}
+
+/// Views, allocations and questions compute nothing; a composite is the calls inside it.
+bool computes(const at::RecordFunction& call) {
+  const auto name = call.operator_name();
+  if (!name || !starts_with(name->name, "aten::")) return false;
+  for (const char* start : {"aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::resize_",
+                            "aten::_reshape_alias"}) {
+    if (starts_with(name->name, start)) return false;
+  }
+  const auto op = c10::Dispatcher::singleton().findSchema(*name);
+  if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return false;
+  bool tensor = false;
+  for (const auto& result : op->schema().returns()) {
+    const auto* alias = result.alias_info();
+    if (alias != nullptr && !alias->isWrite()) return false;
+    tensor = tensor || result.type()->kind() == c10::TypeKind::TensorType;
+  }
+  return tensor;
+}
+
+}  // namespace
+
+struct AtenObserver {
+  struct Inside : at::ObserverContext {};
+
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
+    KernelLog* log = current_log;
+    if (log == nullptr || (log->aten_depth_ == 0 && !computes(call))) return nullptr;
+    if (log->aten_depth_++ == 0) {
+      const std::string name = call.operator_name()->name;
+      if (!log->in_kernel_) {
+        log->calls_.push_back({name, "aten", {}});
+      } else if (log->calls_.back().backend == "aten") {
+        log->calls_.back().calls.push_back(name);
+      }
+    }
+    return std::make_unique<Inside>();
+  }
+
+  static void end(const at::RecordFunction&, at::ObserverContext* inside) {
+    if (inside != nullptr && current_log != nullptr) --current_log->aten_depth_;
+  }
+};
+
+const char* backend_name(at::DeviceType device) { return device == at::kCPU ? "cpu" : "aten"; }
+
+KernelLog::KernelLog(at::DeviceType device) : device_(device), outer_(current_log) {
+  current_log = this;
+  callback_ = at::addThreadLocalCallback(
+      at::RecordFunctionCallback(&AtenObserver::begin, &AtenObserver::end)
+          .scopes({at::RecordScope::FUNCTION}));
+}
+
+KernelLog::~KernelLog() {
+  at::removeCallback(callback_);
+  current_log = outer_;
+}
+
+void KernelScope::enter(const char* name, const char* backend) {
+  KernelLog* log = current_log;
+  if (log == nullptr || log->in_kernel_) return;
+  log_ = log;
+  log_->in_kernel_ = true;
+  log_->calls_.push_back({name, backend != nullptr ? backend : backend_name(log_->device_), {}});
+}
+
+void KernelScope::stands_for(const char* aten_call) {
+  if (log_ != nullptr) log_->calls_.back().calls.emplace_back(aten_call);
+}
+
+KernelScope::~KernelScope() {
+  if (log_ != nullptr) log_->in_kernel_ = false;
+}
+
+}  // namespace ligature::kernels

@@ -1,0 +1,63 @@
+// Which kernels run, for pictures of a plan. While a log is open on this thread, every kernel notes
+// its name and backend, and every ATen call that computes something is noted too, alone or as part
+// of the kernel it was made for. Without a log a kernel pays one look at a thread-local pointer.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace ligature::kernels {
+
+struct KernelCall {
+  std::string name;
+  std::string backend;             ///< "cpu", "aten", or "python" for a guest
+  std::vector<std::string> calls;  ///< the ATen calls of a kernel that is made of them
+};
+
+/// The backend that serves kernels of our own on this kind of device.
+const char* backend_name(at::DeviceType device);
+
+class KernelLog {
+ public:
+  /// `device`: where the tensors are, or what tensors without memory stand for.
+  explicit KernelLog(at::DeviceType device);
+  ~KernelLog();
+  KernelLog(const KernelLog&) = delete;
+  KernelLog& operator=(const KernelLog&) = delete;
+
+  std::vector<KernelCall> take() { return std::move(calls_); }
+
+ private:
+  friend class KernelScope;
+  friend struct AtenObserver;
+
+  at::DeviceType device_;
+  std::vector<KernelCall> calls_;
+  bool in_kernel_ = false;
+  int aten_depth_ = 0;
+  uint64_t callback_ = 0;
+  KernelLog* outer_ = nullptr;
+};
+
+/// In a kernel's entry function, at its beginning.
+class KernelScope {
+ public:
+  explicit KernelScope(const char* name) { enter(name, nullptr); }
+  /// For a kernel that is ATen's on every device.
+  KernelScope(const char* name, const char* backend) { enter(name, backend); }
+  ~KernelScope();
+  KernelScope(const KernelScope&) = delete;
+  KernelScope& operator=(const KernelScope&) = delete;
+
+  /// A call that is left out because there is nothing to compute with.
+  void stands_for(const char* aten_call);
+
+ private:
+  void enter(const char* name, const char* backend);
+  KernelLog* log_ = nullptr;
+};
+
+}  // namespace ligature::kernels
