@@ -1,10 +1,12 @@
 // How a fuser explains itself: it runs its plan, forward and backward, on tensors without memory
 // and notes what happens. Operations of a host language cannot be asked that way; a plan with some
 // of them is traced whenever it really runs.
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <unordered_map>
@@ -40,6 +42,13 @@ Tensor with_memory(const Situation::Input& input) {
 ExplainedInput explained(const Situation::Input& input) {
   return {TracedValue::of(input.meta), input.meta.device.str(), input.requires_grad};
 }
+
+/// A trace is nobody's business: it runs outside inference mode and past hooks on saved tensors.
+struct TraceScope {
+  c10::InferenceMode no_inference_mode{false};
+  bool tracing = at::SavedTensorDefaultHooks::set_tracing(true);
+  ~TraceScope() { at::SavedTensorDefaultHooks::set_tracing(tracing); }
+};
 
 /// A copy that is no leaf, since an operation may write into an extra input.
 Tensor no_leaf(const Tensor& tensor) { return tensor.requires_grad() ? tensor.clone() : tensor; }
@@ -132,17 +141,25 @@ ExplainedCall OperationFuser::explain_call(Call&& given, const std::optional<Sit
                  describe(basic_ops_), " take ", num_extra_inputs(), " extra inputs, got ",
                  situation.extra_inputs.size(), " examples");
   const std::vector<Tensor> parameters = call.params;
+  const TraceScope scope;
 
-  // Parameters that are one tensor stay one.
+  // Parameters that are one tensor stay one. They need gradients as they did in the call.
   std::unordered_map<const void*, Tensor> made;
-  for (Tensor& parameter : call.params) {
-    if (!parameter.defined()) continue;
-    Tensor& twin = made[parameter.unsafeGetTensorImpl()];
-    if (!twin.defined()) {
-      twin = without_memory(parameter.sizes(), parameter.strides(), parameter.scalar_type(),
-                            parameter.requires_grad());
+  for (size_t i = 0; i < basic_ops_.size(); ++i) {
+    for (size_t k = call.param_offsets[i]; k < call.param_offsets[i + 1]; ++k) {
+      Tensor& parameter = call.params[k];
+      if (!parameter.defined()) continue;
+      const bool requires_grad =
+          situation.plan == nullptr ? parameter.requires_grad()
+                                    : i < situation.grads.flags.size() &&
+                                          situation.grads.flags[i].param(k - call.param_offsets[i]);
+      Tensor& twin = made[parameter.unsafeGetTensorImpl()];
+      if (!twin.defined()) {
+        twin = without_memory(parameter.sizes(), parameter.strides(), parameter.scalar_type(),
+                              requires_grad);
+      }
+      parameter = twin;
     }
-    parameter = twin;
   }
   call.input = without_memory(situation.input);
   for (const auto& extra : situation.extra_inputs) {
@@ -151,17 +168,19 @@ ExplainedCall OperationFuser::explain_call(Call&& given, const std::optional<Sit
   call.autocast_dtype = situation.autocast_dtype;
 
   const at::AutoGradMode gradients(situation.gradients);
-  const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
-  PlanKey key = key_for(call, grads);
-  key.device = situation.input.meta.device;
-  const std::shared_ptr<const Plan> plan = plan_for(key, nullptr, false);
+  GradPlan grads = situation.grads;
+  std::shared_ptr<const Plan> plan = situation.plan;
+  if (plan == nullptr) {
+    grads = plan_gradients(call, *wiring_, basic_ops_.size());
+    PlanKey key = key_for(call, grads);
+    key.device = situation.input.meta.device;
+    plan = plan_for(key, nullptr, false);
+  }
 
   ExplainedCall out;
-  const bool traced_already = trace != nullptr && trace->forward.size() == plan->forward.size() &&
-                              trace->backward.size() == plan->backward.size();
-  if (!plan->has_guests || !traced_already) {
+  if (trace == nullptr) {
     trace = std::make_shared<Trace>(plan->forward.size(), plan->backward.size());
-    trace->device = key.device.type();
+    trace->device = situation.input.meta.device.type();
     call.trace = trace;
     call.dry = !plan->has_guests;
     if (plan->has_guests) {

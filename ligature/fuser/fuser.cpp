@@ -104,7 +104,8 @@ OperationFuser::PlanKey OperationFuser::key_for(const Call& call, const GradPlan
   return key;
 }
 
-void OperationFuser::remember(const Call& call) {
+void OperationFuser::remember(const Call& call, const std::shared_ptr<const Plan>& plan,
+                              const GradPlan& grads) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!last_situation_) last_situation_.emplace();
   Situation& situation = *last_situation_;
@@ -122,7 +123,10 @@ void OperationFuser::remember(const Call& call) {
   }
   situation.autocast_dtype = call.autocast_dtype;
   situation.gradients = at::GradMode::is_enabled();
-  last_trace_ = call.trace;
+  if (situation.plan != plan) situation.plan = plan;
+  situation.grads.first_backward_op = grads.first_backward_op;
+  situation.grads.flags.assign(grads.flags.begin(), grads.flags.end());
+  if (last_trace_ != nullptr || call.trace != nullptr) last_trace_ = call.trace;
 }
 
 std::vector<Tensor> OperationFuser::run(Call&& call) {
@@ -135,7 +139,7 @@ std::vector<Tensor> OperationFuser::run(Call&& call) {
     call.trace = std::make_shared<Trace>(plan->forward.size(), plan->backward.size());
     call.trace->device = call.input.device().type();
   }
-  remember(call);
+  remember(call, plan, grads);
   return execute(plan, std::move(call), grads);
 }
 

@@ -36,6 +36,9 @@ struct Situation {
   std::vector<Input> extra_inputs;
   std::optional<at::ScalarType> autocast_dtype;
   bool gradients = true;
+  /// Of a call that was made: what it ran, and what needed gradients then.
+  std::shared_ptr<const Plan> plan;
+  GradPlan grads;
 
   static Situation of(const Tensor& input, const std::vector<Tensor>& extra_inputs,
                       at::Device device);
@@ -109,7 +112,7 @@ class OperationFuser {
   std::shared_ptr<const Plan> plan_for(const PlanKey& key,
                                        const std::shared_ptr<const Recipe>& recipe, bool to_run);
   void check_call(const Call& call) const;
-  void remember(const Call& call);
+  void remember(const Call& call, const std::shared_ptr<const Plan>& plan, const GradPlan& grads);
   std::vector<Tensor> trace_call(Call call, const std::shared_ptr<const Plan>& plan,
                                  const GradPlan& grads) const;
 

@@ -99,6 +99,7 @@ std::shared_ptr<const Plan> make_plan(std::vector<BasicOpPtr> ops,
   plan->wiring = std::move(wiring);
   plan->options = std::move(options);
   plan->first_backward_op = first_backward_op;
+  plan->fuse = fuse;
   for (const auto& op : plan->basic_ops) {
     plan->input_quantizers.push_back(op->get_input_quantizer());
     plan->grad_output_quantizers.push_back(op->get_grad_output_quantizer());

@@ -36,6 +36,7 @@ struct Plan {
   };
   std::vector<PassReport> reports;
   bool has_guests = false;  ///< an operation of a host language takes part
+  bool fuse = true;         ///< false: fusing was switched off
 };
 
 /// Runs the three passes. Each registered fusion is applied once per pass; after each pass the

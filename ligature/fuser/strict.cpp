@@ -56,10 +56,9 @@ std::string why_not_fused(const Plan& plan, const std::string& name) {
   const Found found = find(name);
   if (found.fusion == nullptr) return "no such fusion is registered; there are " + all_names();
   if (found.backward_only && !plan.options.requires_grad) return "";
+  if (!plan.fuse) return "fusing is switched off";
   std::string reasons;
-  bool tried = false;
   for (const auto& report : plan.reports) {
-    tried = tried || !report.considered.empty();
     size_t offset = 0;
     if (report.pass == Pass::Backward) {
       for (const PlanStep& step : plan.backward) {
@@ -74,7 +73,6 @@ std::string why_not_fused(const Plan& plan, const std::string& name) {
     }
   }
   if (!reasons.empty()) return reasons;
-  if (!tried) return "fusing is switched off";
   if (const auto* rule = std::get_if<FusionRule>(found.fusion.get())) {
     std::string wanted;
     for (const PatternElement& element : rule->pattern) {

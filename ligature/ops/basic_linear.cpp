@@ -1,6 +1,7 @@
 #include "ligature/ops/basic_linear.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <torch/nn/init.h>
 
@@ -142,7 +143,11 @@ LinearGrads BasicLinearImpl::backward(const LinearBwdArgs& args, const Operation
   const Tensor& weight =
       ctx.parameter_references.empty() ? this->weight() : ctx.parameter_references[0];
   MainGrad main = main_grad_;
-  if (!main.buffer.defined() && main_grad_lookup()) main = main_grad_lookup()(*this, weight);
+  if (!main.buffer.defined() && weight.is_meta()) {
+    main.buffer = at::empty_like(weight);  // nothing is computed, so nothing is added up
+  } else if (!main.buffer.defined() && main_grad_lookup()) {
+    main = main_grad_lookup()(*this, weight);
+  }
   LIGATURE_CHECK_STATE(main.buffer.defined(), "[", label(),
                        "] accumulate_into_main_grad is set, but the weight has no main_grad");
   LIGATURE_CHECK(main.buffer.sizes() == weight.sizes(), "[", label(), "] main_grad must be ",
