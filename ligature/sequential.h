@@ -72,8 +72,8 @@ class SequentialImpl : public torch::nn::Module {
 
   /// What the last call did; throws before the first.
   Explanation explain();
-  /// What a call with these arguments would do. Nothing is computed, so tensors without memory (on
-  /// the meta device) do as well.
+  /// What a call with these arguments would do. The operations compute nothing, so tensors without
+  /// memory (on the meta device) do as well; of other modules a copy is tried on zeros.
   Explanation explain(const Tensor& input, const std::vector<Tensor>& extra_inputs = {});
 
   size_t num_extra_inputs();
@@ -135,6 +135,8 @@ class SequentialImpl : public torch::nn::Module {
                                     std::vector<ExplainedPart>& parts);
   std::vector<Tensor> run_groups(const Tensor& input, const std::vector<Tensor>& extra_inputs,
                                  const std::vector<std::pair<size_t, OpKwargs>>& kwargs);
+  static void explain_in(torch::nn::Module& module, const std::string& name,
+                         std::vector<ExplainedPart>& parts);
   friend Explanation explain(torch::nn::Module& model);
   const std::vector<Group>& groups();
 

@@ -1,5 +1,13 @@
 // How a Sequential explains itself: its fusers one after the other. What passes between them has no
-// memory; a module in between is asked for its output through a copy without memory.
+// memory; of a module in between a copy runs on zeros, to see what it gives.
+#include <ATen/Context.h>
+#include <ATen/core/Generator.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include <mutex>
+
 #include "ligature/sequential.h"
 
 namespace ligature {
@@ -8,6 +16,48 @@ namespace {
 std::string join_names(const std::string& prefix, const std::string& name) {
   if (prefix.empty()) return name;
   return name.empty() ? prefix : prefix + "." + name;
+}
+
+/// Random numbers drawn in here are drawn again afterwards.
+class KeepRandomState {
+ public:
+  explicit KeepRandomState(at::Device device)
+      : generator_(at::globalContext().defaultGenerator(device)) {
+    std::lock_guard<std::mutex> lock(generator_.mutex());
+    state_ = generator_.get_state();
+  }
+  ~KeepRandomState() {
+    std::lock_guard<std::mutex> lock(generator_.mutex());
+    generator_.set_state(state_);
+  }
+  KeepRandomState(const KeepRandomState&) = delete;
+  KeepRandomState& operator=(const KeepRandomState&) = delete;
+
+ private:
+  at::Generator generator_;
+  Tensor state_;
+};
+
+template <class Forward>
+Tensor output_of_a_copy(const torch::nn::Module& module, const Forward& forward, const Tensor& x,
+                        at::Device device) {
+  const KeepRandomState cpu(at::kCPU);
+  const KeepRandomState other(device);
+  const at::NoGradGuard no_grad;
+  Tensor y;
+  try {
+    const auto copy = module.clone();
+    y = forward(*copy, at::zeros(x.sizes(), x.options().device(device)));
+  } catch (const c10::Error& error) {
+    LIGATURE_CHECK_STATE(false, "explain: ", module.name(), " could not be tried on an example (",
+                         error.what_without_backtrace(), "); call the model once, then explain it");
+  }
+  bool requires_grad = x.requires_grad();
+  for (const Tensor& parameter : module.parameters()) {
+    requires_grad = requires_grad || parameter.requires_grad();
+  }
+  Tensor out = at::empty(y.sizes(), y.options().device(at::kMeta));
+  return requires_grad && y.is_floating_point() ? out.requires_grad_() : out;
 }
 
 }  // namespace
@@ -56,10 +106,7 @@ std::vector<Tensor> SequentialImpl::explain_parts(const std::string& name, const
       part.name = place;
       part.module = entry.module->name();
       if (input != nullptr) {
-        auto copy = entry.module->clone(at::Device(at::kMeta));
-        outputs[0] = entry.forward(*copy, outputs[0].to(at::kMeta));
-        const bool requires_grad = outputs[0].requires_grad();
-        outputs[0] = outputs[0].detach().requires_grad_(requires_grad);
+        outputs[0] = output_of_a_copy(*entry.module, entry.forward, outputs[0], device);
       }
     }
   }
@@ -88,20 +135,21 @@ Explanation SequentialImpl::explain(const Tensor& input, const std::vector<Tenso
   return out;
 }
 
+// A nested Sequential is part of the one around it.
+void SequentialImpl::explain_in(torch::nn::Module& module, const std::string& name,
+                                std::vector<ExplainedPart>& parts) {
+  if (auto* sequential = module.as<SequentialImpl>()) {
+    sequential->explain_parts(name, nullptr, {}, at::kCPU, parts);
+    return;
+  }
+  for (const auto& child : module.named_children()) {
+    explain_in(*child.value(), join_names(name, child.key()), parts);
+  }
+}
+
 Explanation explain(torch::nn::Module& model) {
   Explanation out;
-  std::vector<std::string> covered;  // a nested Sequential is part of the one around it
-  for (const auto& item : model.named_modules()) {
-    auto* sequential = item.value()->as<SequentialImpl>();
-    if (sequential == nullptr) continue;
-    bool nested = false;
-    for (const auto& prefix : covered) {
-      nested = nested || prefix.empty() || item.key().rfind(prefix + ".", 0) == 0;
-    }
-    if (nested) continue;
-    covered.push_back(item.key());
-    sequential->explain_parts(item.key(), nullptr, {}, at::kCPU, out.parts);
-  }
+  SequentialImpl::explain_in(model, "", out.parts);
   return out;
 }
 

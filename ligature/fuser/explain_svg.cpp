@@ -80,7 +80,7 @@ struct Text {
 
 /// What is written into a step's box.
 std::vector<Text> step_lines(const ExplainedStep& step, bool forward) {
-  std::vector<Text> lines{{step.op, "lg-name", 13.5}};
+  std::vector<Text> lines{{step.op, "lg-name", 13}};
   if (!step.trace.ran) {
     lines.push_back({forward ? "not run yet" : "not run", "lg-note", 10.5});
     return lines;

@@ -4,6 +4,7 @@
 
 #include "ligature/backend/aten/activation.h"
 #include "ligature/backend/cpu/activation.h"
+#include "ligature/backend/shapes/kernels.h"
 #include "ligature/check.h"
 #include "ligature/kernels/log.h"
 
@@ -68,6 +69,7 @@ const char* activation_name(ActivationKind kind) {
 Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
   const KernelScope scope("activation_forward");
   check_input(x, spec, scales);
+  if (x.is_meta()) return shapes::activation_forward(x, spec);
   return x.is_cpu() ? cpu::activation_forward(x, spec, scales)
                     : aten::activation_forward(x, spec, scales);
 }
@@ -77,6 +79,7 @@ Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
   LIGATURE_CHECK(!is_gated(spec.kind), "[activation_forward_] wanted an activation that keeps the ",
                  "shape, got ", activation_name(spec.kind));
   check_input(x, spec, {});
+  if (x.is_meta()) return x;
   return x.is_cpu() ? cpu::activation_forward_(x, spec) : aten::activation_forward_(x, spec);
 }
 
@@ -87,6 +90,7 @@ ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
   check_input(x, spec, scales);
   LIGATURE_CHECK(!need_dscales || scales.defined(), "[", activation_name(spec.kind),
                  "] wanted scales for their gradient, got none");
+  if (x.is_meta()) return shapes::activation_backward(x, scales, need_dscales, need_dbias);
   return x.is_cpu() ? cpu::activation_backward(dy, x, spec, scales, need_dscales, need_dbias)
                     : aten::activation_backward(dy, x, spec, scales, need_dscales, need_dbias);
 }

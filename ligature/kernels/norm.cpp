@@ -3,6 +3,7 @@
 
 #include "ligature/backend/aten/norm.h"
 #include "ligature/backend/cpu/norm.h"
+#include "ligature/backend/shapes/kernels.h"
 #include "ligature/check.h"
 #include "ligature/kernels/log.h"
 
@@ -21,6 +22,7 @@ NormForward layer_norm_forward(const Tensor& x, const Tensor& w, const Tensor& b
                                bool zero_centered_gamma, at::ScalarType out_dtype) {
   const KernelScope scope("layer_norm_forward");
   check_sizes("layer_norm_forward", x, w);
+  if (x.is_meta()) return shapes::norm_forward(x, w, true, out_dtype);
   return x.is_cpu() ? cpu::layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype)
                     : aten::layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype);
 }
@@ -29,6 +31,7 @@ NormForward rms_norm_forward(const Tensor& x, const Tensor& w, double eps, bool 
                              at::ScalarType out_dtype) {
   const KernelScope scope("rms_norm_forward");
   check_sizes("rms_norm_forward", x, w);
+  if (x.is_meta()) return shapes::norm_forward(x, w, false, out_dtype);
   return x.is_cpu() ? cpu::rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype)
                     : aten::rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype);
 }
@@ -37,6 +40,7 @@ Tensor layer_norm_apply(const Tensor& x, const Tensor& mean, const Tensor& rstd,
                         const Tensor& b, bool zero_centered_gamma, at::ScalarType out_dtype) {
   const KernelScope scope("layer_norm_apply");
   check_sizes("layer_norm_apply", x, w);
+  if (x.is_meta()) return shapes::norm_apply(x, out_dtype);
   return x.is_cpu() ? cpu::layer_norm_apply(x, mean, rstd, w, b, zero_centered_gamma, out_dtype)
                     : aten::layer_norm_apply(x, mean, rstd, w, b, zero_centered_gamma, out_dtype);
 }
@@ -45,6 +49,7 @@ Tensor rms_norm_apply(const Tensor& x, const Tensor& rstd, const Tensor& w,
                       bool zero_centered_gamma, at::ScalarType out_dtype) {
   const KernelScope scope("rms_norm_apply");
   check_sizes("rms_norm_apply", x, w);
+  if (x.is_meta()) return shapes::norm_apply(x, out_dtype);
   return x.is_cpu() ? cpu::rms_norm_apply(x, rstd, w, zero_centered_gamma, out_dtype)
                     : aten::rms_norm_apply(x, rstd, w, zero_centered_gamma, out_dtype);
 }
@@ -54,6 +59,7 @@ NormBackward layer_norm_backward(const Tensor& dy, const Tensor& x, const Tensor
                                  const Tensor& add, bool need_dx, bool need_dw, bool need_db) {
   const KernelScope scope("layer_norm_backward");
   check_sizes("layer_norm_backward", x, w);
+  if (x.is_meta()) return shapes::norm_backward(x, w, need_dx, need_dw, need_db);
   return x.is_cpu() ? cpu::layer_norm_backward(dy, x, mean, rstd, w, zero_centered_gamma, add,
                                                need_dx, need_dw, need_db)
                     : aten::layer_norm_backward(dy, x, mean, rstd, w, zero_centered_gamma, add,
@@ -65,6 +71,7 @@ NormBackward rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& 
                                bool need_dx, bool need_dw) {
   const KernelScope scope("rms_norm_backward");
   check_sizes("rms_norm_backward", x, w);
+  if (x.is_meta()) return shapes::norm_backward(x, w, need_dx, need_dw, false);
   return x.is_cpu()
              ? cpu::rms_norm_backward(dy, x, rstd, w, zero_centered_gamma, add, need_dx, need_dw)
              : aten::rms_norm_backward(dy, x, rstd, w, zero_centered_gamma, add, need_dx, need_dw);
@@ -72,12 +79,14 @@ NormBackward rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& 
 
 L2Forward l2_normalization_forward(const Tensor& x, double eps) {
   const KernelScope scope("l2_normalization_forward");
+  if (x.is_meta()) return shapes::l2_normalization_forward(x);
   return x.is_cpu() ? cpu::l2_normalization_forward(x, eps)
                     : aten::l2_normalization_forward(x, eps);
 }
 
 Tensor l2_normalization_backward(const Tensor& dy, const Tensor& x, const Tensor& rstd) {
   const KernelScope scope("l2_normalization_backward");
+  if (x.is_meta()) return shapes::like(x);
   return x.is_cpu() ? cpu::l2_normalization_backward(dy, x, rstd)
                     : aten::l2_normalization_backward(dy, x, rstd);
 }

@@ -83,6 +83,47 @@ TEST(Explain, DescribesOtherModulesAndNesting) {
   EXPECT_EQ(all.parts[0].name, "inner");
 }
 
+TEST(Explain, TracesEveryOperationWithoutMemory) {
+  const OpList ops{GELU{}.ptr(),
+                   QGELU{}.ptr(),
+                   ReLU{}.ptr(),
+                   SReLU{}.ptr(),
+                   SiLU{}.ptr(),
+                   GLU{}.ptr(),
+                   GEGLU{}.ptr(),
+                   QGEGLU{}.ptr(),
+                   ReGLU{}.ptr(),
+                   SReGLU{}.ptr(),
+                   SwiGLU{}.ptr(),
+                   ClampedSwiGLU{}.ptr(),
+                   SiTUGLU{}.ptr(),
+                   LayerNorm(8).ptr(),
+                   RMSNorm(8).ptr(),
+                   L2Normalization{}.ptr(),
+                   Linear(8, 4).ptr(),
+                   Bias(8).ptr(),
+                   Dropout(0.5).ptr(),
+                   Identity{}.ptr(),
+                   ConstantScale(2.0).ptr(),
+                   Reshape(ReshapeOptions({-1, 4})).ptr(),
+                   MakeExtraOutput{}.ptr()};
+  for (const auto& op : ops) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+      op->to(dtype);
+      const Tensor x = torch::randn({2, 3, 8}, on_device(dtype)).requires_grad_();
+      OperationFuser fuser({op});
+      const Explanation before = fuser.explain(x);
+      const auto outputs = fuser(x);
+      outputs[0].sum().backward();
+      EXPECT_EQ(fuser.explain().text(), before.text()) << op->name();
+      const TracedValue& traced = before.parts[0].forward.back().trace.output;
+      EXPECT_EQ(traced.sizes, outputs[0].sizes().vec()) << op->name();
+      EXPECT_EQ(traced.format, dtype_name(outputs[0].scalar_type())) << op->name();
+      EXPECT_EQ(before.parts[0].backward.front().trace.output.sizes, x.sizes().vec());
+    }
+  }
+}
+
 TEST(Explain, TakesExtraInputs) {
   OperationFuser fuser({Linear(8, 8).ptr(), AddExtraInput{}.ptr()});
   EXPECT_TRUE(contains(error_of([&] { fuser.explain(shape({2, 8})); }), "take 1 extra inputs"));

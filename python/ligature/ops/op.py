@@ -127,9 +127,9 @@ class BasicOperation(FusibleOperation):
             ctx.save_for_backward(input_)
             return out
 
-    Split, which also compiles: the first half computes and returns fresh tensors to be saved (and,
-    if need be, a dict of plain values that become attributes of the context); the second saves, and
-    may name the input. ::
+    Split: the first half computes and returns fresh tensors to be saved (and, if need be, a dict of
+    plain values that become attributes of the context); the second saves, and may name the
+    input. ::
 
         def op_forward_compute(self, input_, *, requires_grad, **unused):
             return out, (tensor,)
