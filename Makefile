@@ -14,12 +14,13 @@ PY_DIRS   := $(wildcard python tests benchmarks examples tools)
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup build package run test bench sanitize lint format clean distclean
+.PHONY: help setup build package run test bench docs sanitize lint format clean distclean
 
 help:
 	@echo "make run [ARGS=...]    build, then run examples/python/demo.py"
 	@echo "make test              build, then run the C++ and the Python tests"
 	@echo "make bench [ARGS=...]  build, then run benchmarks/bench.py"
+	@echo "make docs              build, then make the documentation's site in build/site"
 	@echo "make sanitize          the C++ tests under the address and undefined-behaviour sanitizers"
 	@echo "make lint | format     check, or fix, the style of C++ and Python; lint also checks the types"
 	@echo "make clean             remove what was built; 'make distclean' removes .venv too"
@@ -48,6 +49,9 @@ run: package
 
 bench: package
 	@$(BIN)/python benchmarks/bench.py $(ARGS)
+
+docs: package
+	@$(BIN)/python tools/docs_site --out build/site
 
 test: build
 	@echo "== C++ tests"
