@@ -269,12 +269,33 @@ variable_list FuserNode::backward(const variable_list& grads) {
   return result;
 }
 
+namespace {
+
+/// Gradients in the same memory as another tensor become copies: what autograd takes over as the
+/// gradient of a leaf, it adds to in place. One and the same tensor is seen by its reference count.
+void unshare(variable_list& result, const variable_list& grads) {
+  const auto shares = [](const Tensor& a, const Tensor& b) {
+    return b.defined() && !a.is_same(b) && b.has_storage() && a.is_alias_of(b);
+  };
+  for (Tensor& grad : result) {
+    if (!grad.defined() || !grad.has_storage() || grad.storage().use_count() == 1) continue;
+    const auto with = [&](const Tensor& other) { return shares(grad, other); };
+    if (std::any_of(grads.begin(), grads.end(), with) ||
+        std::any_of(result.begin(), result.end(), with)) {
+      grad = grad.clone();
+    }
+  }
+}
+
+}  // namespace
+
 variable_list FuserNode::apply(variable_list&& grads) {
   std::lock_guard<std::mutex> lock(mutex_);
   variable_list result;
   {
     at::NoGradGuard no_grad;
     result = backward(grads);
+    unshare(result, grads);
   }
   if (!at::GradMode::is_enabled()) return result;
 

@@ -123,6 +123,19 @@ def test_gradients_do_not_alias(device):
     assert_close(a.grad, torch.full((6, 8), 2.0), torch.float32)
 
 
+@pytest.mark.parametrize("after", [[], [ops.ConstantScale(1.0)]], ids=["last", "inside"])
+def test_gradients_in_other_shapes_do_not_alias(device, after):
+    """A view of a gradient is one that autograd may not take over as it is."""
+    model = ops.Sequential(ops.Reshape((2, 3, 8)), ops.AddExtraInput(), *after)
+    x, extra = make_input(6, 8), make_input(2, 3, 8)
+    y, dy = model(x, extra), torch.ones(2, 3, 8)
+    for k in (1, 2, 3):
+        y.backward(dy, retain_graph=True)
+        assert (x.grad == k).all()
+        assert (extra.grad == k).all()
+    assert (dy == 1).all()
+
+
 def test_backward_leaves_the_grad_output_alone(device):
     model = ops.Sequential(
         ops.MakeExtraOutput(), ops.Linear(8, 8), ops.Bias(8), ops.AddExtraInput(), ops.Identity()
