@@ -43,6 +43,12 @@ struct InferArgs {
   std::optional<at::ScalarType> autocast_dtype;
 };
 
+/// What an operation of this dtype computes in under autocast; float64 is left alone, as in torch.
+inline at::ScalarType under_autocast(at::ScalarType dtype,
+                                     const std::optional<at::ScalarType>& autocast) {
+  return dtype == at::kDouble ? dtype : autocast.value_or(dtype);
+}
+
 struct InferResult {
   ValueMeta output;
   at::SmallVector<ValueMeta, 1> extra_outputs;

@@ -92,7 +92,7 @@ ValueMeta infer_activation(const std::string& label, const kernels::ActivationSp
   ValueMeta output = args.input;
   const auto& sizes = args.input.sizes;
   LIGATURE_CHECK(!sizes.empty(), "[", label, "] input must have at least one dimension, got []");
-  output.dtype = args.autocast_dtype.value_or(args.input.dtype);
+  output.dtype = under_autocast(args.input.dtype, args.autocast_dtype);
   if (!kernels::is_gated(spec.kind)) return output;
   const int64_t n = spec.glu_interleave_size;
   LIGATURE_CHECK(sizes.back() % 2 == 0, "[", label, "] input's last dimension must be even, got ",
@@ -129,7 +129,7 @@ void ActivationOperation::op_forward_save_ctx(OperationContext& ctx, const Value
                                               const OpArgs& args) {
   ctx.save_for_backward({input});
   save_spec(ctx, spec());
-  if (args.autocast_dtype) ctx.state.set("dtype", *args.autocast_dtype);
+  if (args.autocast_dtype) ctx.state.set("dtype", compute_dtype(input, args));
 }
 
 kernels::ActivationBackward ActivationOperation::backward(const OperationContext& ctx,

@@ -24,7 +24,7 @@ class ActivationOperation : public BasicOperation {
 
   // The pieces, for fusions that cover an activation.
   static at::ScalarType compute_dtype(const Value& input, const OpArgs& args) {
-    return args.autocast_dtype.value_or(input.dtype());
+    return under_autocast(input.dtype(), args.autocast_dtype);
   }
   /// `dbias`: the gradient of a bias added to the input.
   kernels::ActivationBackward backward(const OperationContext& ctx, const Value& grad_output,

@@ -62,12 +62,12 @@ std::optional<InferResult> BasicLinearImpl::infer(const InferArgs& args) const {
   check_same_device(label(), args.input, "weight", w);
   InferResult result{args.input, {}};
   result.output.sizes.back() = options.out_features;
-  result.output.dtype = args.autocast_dtype.value_or(w.scalar_type());
+  result.output.dtype = under_autocast(w.scalar_type(), args.autocast_dtype);
   return result;
 }
 
 at::ScalarType BasicLinearImpl::compute_dtype(const OpArgs& args) const {
-  return args.autocast_dtype.value_or(args.params[0].scalar_type());
+  return under_autocast(args.params[0].scalar_type(), args.autocast_dtype);
 }
 
 LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& args) const {

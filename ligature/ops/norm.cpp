@@ -52,7 +52,7 @@ std::optional<InferResult> NormOperation::infer(const InferArgs& args) const {
     check_same_device(label(), args.input, what, args.params[i]);
   }
   InferResult result{args.input, {}};
-  result.output.dtype = args.autocast_dtype.value_or(args.input.dtype);
+  result.output.dtype = under_autocast(args.input.dtype, args.autocast_dtype);
   return result;
 }
 

@@ -54,7 +54,7 @@ class NormOperation : public BasicOperation {
 
   // The pieces, for fusions that cover a norm.
   static at::ScalarType output_dtype(const Value& input, const OpArgs& args) {
-    return args.autocast_dtype.value_or(input.dtype());
+    return under_autocast(input.dtype(), args.autocast_dtype);
   }
   virtual kernels::NormForward forward(const Tensor& x, at::ArrayRef<Tensor> params,
                                        at::ScalarType out_dtype) const = 0;

@@ -41,7 +41,9 @@ void ScaledActivationOperation::fuser_forward_save_ctx(CtxList ctxs, const Value
                                                        FuserForwardResult&, ArgsList args) {
   ctxs[0]->save_for_backward({input, args[0].extra_inputs[0]});
   save_spec(*ctxs[0], spec());
-  if (args[0].autocast_dtype) ctxs[0]->state.set("dtype", *args[0].autocast_dtype);
+  if (args[0].autocast_dtype) {
+    ctxs[0]->state.set("dtype", ActivationOperation::compute_dtype(input, args[0]));
+  }
 }
 
 FuserBackwardResult ScaledActivationOperation::fuser_backward(CtxList ctxs,

@@ -67,6 +67,14 @@ TEST(OpsLinear, TakesTheWeightsDtypeOrAutocasts) {
   EXPECT_EQ(wide->bias().grad().scalar_type(), at::kFloat);
 }
 
+TEST(OpsLinear, Float64IsNotAutocast) {
+  OperationFuser fuser({LayerNorm(6).ptr(), linear(6, 4, true, at::kDouble).ptr(), GELU().ptr()});
+  const Tensor x = leaf({3, 6}, at::kDouble);
+  const Tensor wanted = fuser(x)[0];
+  WithAutocast autocast;
+  EXPECT_TRUE(at::equal(fuser(x)[0], wanted));
+}
+
 TEST(OpsLinear, HasTheParametersOfTorchsLinear) {
   torch::manual_seed(3);
   torch::nn::Linear theirs(64, 32);

@@ -73,6 +73,18 @@ def test_autocast_of_a_half_precision_input(device):
     assert model[1].weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("recompute", ["none", "cheap"])
+def test_autocast_leaves_float64_alone(device, recompute):
+    model = make_mlp(dtype=torch.float64, recompute=recompute)
+    linear = torch.nn.Linear(8, 8, dtype=torch.float64)
+    x = make_input(6, 8, dtype=torch.float64)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert linear(x).dtype == torch.float64
+        check_against_reference(model, x)
+        check_against_reference(ops.Sequential(ops.Linear(8, 8, dtype=torch.float64)), x)
+        check_against_reference(ops.ScaledSwiGLU(), x, make_input(6, dtype=torch.float64))
+
+
 def test_autocast_around_backward_changes_nothing(device):
     model = make_mlp()
     x = make_input(6, 8)
