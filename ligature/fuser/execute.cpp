@@ -2,6 +2,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/view.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -215,9 +216,19 @@ Tensor own_output(size_t k, const std::vector<Tensor>& outputs,
   return y.is_view() || y.requires_grad() ? y.detach() : y;
 }
 
-/// The caller's extra inputs that the operations overwrite.
-std::vector<Tensor> overwritten_inputs(const Plan& plan, const Call& call) {
-  std::vector<Tensor> out;
+torch::autograd::Edge edge_of(const Tensor& tensor) {
+  if (!tensor.defined() || !tensor.requires_grad()) return {};
+  return torch::autograd::impl::gradient_edge(tensor);
+}
+
+/// One of the caller's extra inputs that the operations overwrite, and its history before that.
+struct Overwritten {
+  Tensor tensor;
+  torch::autograd::Edge before;
+};
+
+std::vector<Overwritten> overwritten_inputs(const Plan& plan, const Call& call) {
+  std::vector<Overwritten> out;
   for (size_t i = 0; i < plan.basic_ops.size(); ++i) {
     for (size_t j = 0; j < plan.wiring->inputs[i].size(); ++j) {
       if (!plan.basic_ops[i]->writes_extra_input(j)) continue;
@@ -228,22 +239,41 @@ std::vector<Tensor> overwritten_inputs(const Plan& plan, const Call& call) {
           "] a leaf Variable that requires grad is being used in an in-place "
           "operation: extra input ",
           j, ", which in_place=True overwrites");
-      out.push_back(extra);
+      out.push_back({extra, edge_of(extra)});
     }
   }
   return out;
 }
 
+/// Between a view that was overwritten and the output that it became. Autograd takes the only input
+/// of such a node for the view, and its first edge for what the view was before: nothing of that is
+/// left.
+struct OverwrittenView : torch::autograd::Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const Tensor& grad = grads[0];
+    return {grad.defined() ? at::zeros_like(grad) : Tensor(), grad};
+  }
+};
+
 /// An overwritten tensor takes on a new history: that of the output it became, or one that refuses.
-void rebase_overwritten(const Tensor& tensor, const torch::autograd::Edge& output) {
-  if (output.is_valid()) {
+void rebase_overwritten(const Overwritten& overwritten, const torch::autograd::Edge& output) {
+  const Tensor& tensor = overwritten.tensor;
+  if (output.is_valid() && !tensor.is_view()) {
     torch::autograd::impl::rebase_history(tensor, output);
+    return;
+  }
+  if (output.is_valid()) {
+    auto replaced = make_node<OverwrittenView>();
+    replaced->add_next_edge(overwritten.before);
+    replaced->add_next_edge(output);
+    replaced->add_input_metadata(tensor);
+    torch::autograd::impl::rebase_history(tensor, {replaced, 0});
     return;
   }
   auto refuse = make_node<torch::autograd::Error>(
       "this extra input was overwritten in place inside a fuser, so no gradient can flow through "
       "it",
-      torch::autograd::edge_list{torch::autograd::impl::gradient_edge(tensor)});
+      torch::autograd::edge_list{overwritten.before});
   refuse->add_input_metadata(tensor);
   torch::autograd::impl::rebase_history(tensor, {refuse, 0});
 }
@@ -258,9 +288,22 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
   std::vector<Tensor> outputs;
   std::vector<size_t> producers;  // of the extra outputs
 
-  const std::vector<Tensor> overwritten = overwritten_inputs(*plan, call);
+  const std::vector<Overwritten> overwritten = overwritten_inputs(*plan, call);
+  const auto find_overwritten = [&](const Tensor& y) {
+    return std::find_if(overwritten.begin(), overwritten.end(),
+                        [&](const Overwritten& item) { return item.tensor.is_same(y); });
+  };
+  // The arguments' histories are those from before an operation writes into one of them.
+  std::vector<const Tensor*> inputs;
+  torch::autograd::edge_list edges;
   if (requires_grad) {
-    for (const Tensor& tensor : overwritten) torch::autograd::check_inplace(tensor, true);
+    for (const Overwritten& item : overwritten) torch::autograd::check_inplace(item.tensor, true);
+    if (!call.input.is_quantized()) inputs.push_back(&call.input.tensor());
+    for (const Tensor& param : call.params) inputs.push_back(&param);
+    for (const Tensor& extra : call.extra_inputs) inputs.push_back(&extra);
+    edges.reserve(inputs.size() + 1);
+    if (call.input.is_quantized()) edges.emplace_back();
+    for (const Tensor* input : inputs) edges.push_back(edge_of(*input));
   }
   at::NoGradGuard no_grad;
   ForwardRun run(*plan, call, grads, *contexts);
@@ -277,21 +320,8 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
   }
   if (!requires_grad) return outputs;
 
-  std::vector<const Tensor*> inputs;
-  if (!call.input.is_quantized()) inputs.push_back(&call.input.tensor());
-  for (const Tensor& param : call.params) inputs.push_back(&param);
-  for (const Tensor& extra : call.extra_inputs) inputs.push_back(&extra);
-
   auto node = make_node<FuserNode>(plan, contexts, call.param_offsets, std::move(call.keep_alive),
                                    call.trace);
-  torch::autograd::edge_list edges;
-  edges.reserve(inputs.size() + 1);
-  if (call.input.is_quantized()) edges.emplace_back();
-  for (const Tensor* input : inputs) {
-    edges.push_back(input->defined() && input->requires_grad()
-                        ? torch::autograd::impl::gradient_edge(*input)
-                        : torch::autograd::Edge());
-  }
   node->set_next_edges(std::move(edges));
 
   std::vector<Tensor> wrapped;
@@ -304,21 +334,19 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
       continue;
     }
     node->add_output(k == 0 ? FuserNode::kMainOutput : k - 1);
-    const bool is_overwritten =
-        std::any_of(overwritten.begin(), overwritten.end(),
-                    [&](const Tensor& tensor) { return tensor.is_same(outputs[k]); });
-    if (is_overwritten) {
+    const auto written = find_overwritten(outputs[k]);
+    if (written != overwritten.end()) {
       wrapped.push_back(outputs[k]);
-      rebase_overwritten(outputs[k], {node, node->add_input_metadata(outputs[k])});
+      rebase_overwritten(*written, {node, node->add_input_metadata(outputs[k])});
     } else {
       wrapped.push_back(own_output(k, outputs, inputs));
       torch::autograd::set_history(wrapped.back(), node);
     }
   }
-  for (const Tensor& tensor : overwritten) {
+  for (const Overwritten& item : overwritten) {
     const bool returned = std::any_of(outputs.begin(), outputs.end(),
-                                      [&](const Tensor& y) { return y.is_same(tensor); });
-    if (!returned) rebase_overwritten(tensor, {});
+                                      [&](const Tensor& y) { return y.is_same(item.tensor); });
+    if (!returned) rebase_overwritten(item, {});
   }
   node->remember_extra_outputs(run.extra_outputs());
   node->save(wrapped, run.versions());

@@ -59,6 +59,23 @@ TEST(OpsBranch, AddExtraInputInPlace) {
   EXPECT_TRUE(fuser(leaf({4}), {inference_tensor})[0].is_alias_of(inference_tensor));
 }
 
+TEST(OpsBranch, AddExtraInputInPlaceIntoAView) {
+  OperationFuser fuser({fork().ptr(), ConstantScale(2.0).ptr(), join(true).ptr()});
+  for (const bool history : {true, false}) {
+    for (const bool by_base : {true, false}) {
+      Tensor x = leaf({2}).requires_grad_();
+      Tensor source = leaf({4}).requires_grad_(history);
+      const Tensor base = source * 3;
+      const Tensor y = fuser(x, {base.slice(0, 0, 4, 2)})[0];
+      (by_base ? base : y).sum().backward();
+      EXPECT_TRUE(at::equal(x.grad(), at::full_like(x, 2)));
+      if (!history) continue;
+      const double rest = by_base ? 3 : 0;
+      EXPECT_TRUE(at::equal(source.grad(), torch::tensor({3.0, rest, 3.0, rest}).to(source)));
+    }
+  }
+}
+
 TEST(OpsBranch, InPlaceChangesAreCaught) {
   OperationFuser fuser({join(true).ptr()});
   Tensor source = leaf({4}).requires_grad_();

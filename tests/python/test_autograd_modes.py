@@ -299,6 +299,33 @@ def test_in_place_addition_and_later_use_of_the_extra_input(device):
     assert_close(leaf.grad, torch.full((6, 8), 6.0), torch.float32)
 
 
+@pytest.mark.parametrize("history", [True, False])
+@pytest.mark.parametrize("fork", [True, False])
+@pytest.mark.parametrize("then", ["output", "base"])
+def test_in_place_addition_into_a_view(device, history, fork, then):
+    """The rest of what it is a view of keeps its gradient; the part itself is the output's."""
+    results = []
+    for in_place in (True, False):
+        torch.manual_seed(0)
+        linear = ops.Linear(8, 8)
+        x, leaf = make_input(6, 8), make_input(6, 16, requires_grad=history)
+        base = leaf * 2
+        extra = base[:, ::2]
+        if in_place:
+            branch = [ops.MakeExtraOutput()] if fork else []
+            model = ops.Sequential(*branch, linear, ops.AddExtraInput(in_place=True))
+            y = model(x, extra)
+            y = y[0] if fork else y
+        else:
+            y = linear(x) + extra
+            base = torch.stack([y, base[:, 1::2]], -1).flatten(1)
+        (y if then == "output" else base.sin()).square().sum().backward()
+        results.append([y, base, x.grad, linear.weight.grad, linear.bias.grad, leaf.grad])
+    for got, wanted in zip(*results, strict=True):
+        assert_close(got, wanted, torch.float32, scale=4)
+    assert (leaf.grad is not None) == history
+
+
 @pytest.mark.parametrize("edited", [0, 1])
 @pytest.mark.parametrize(
     "tail",
