@@ -318,7 +318,13 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
       producers[1 + caller] = i;
     }
   }
-  if (!requires_grad) return outputs;
+  if (!requires_grad) {
+    // An argument that is returned as it is keeps its flag to itself, unless it was written to.
+    for (Tensor& y : outputs) {
+      if (y.requires_grad() && find_overwritten(y) == overwritten.end()) y = y.detach();
+    }
+    return outputs;
+  }
 
   auto node = make_node<FuserNode>(plan, contexts, call.param_offsets, std::move(call.keep_alive),
                                    call.trace);

@@ -123,6 +123,14 @@ TEST(Autograd, AnInputReturnedAsItIsBecomesAView) {
   expect_close(x.grad(), torch::ones_like(x), "dx");
 }
 
+TEST(Autograd, AnInputReturnedWithoutGradientsHasNoFlag) {
+  OperationFuser fuser({MakeExtraOutput().ptr(), Identity().ptr()});
+  const Tensor x = torch::randn({3, 4}).requires_grad_();
+  torch::NoGradGuard no_grad;
+  for (const Tensor& y : fuser(x)) EXPECT_FALSE(y.requires_grad());
+  EXPECT_TRUE(x.requires_grad());
+}
+
 TEST(Autograd, MainGradAccumulates) {
   BasicLinearOptions options(6, 4);
   options.accumulate_into_main_grad = true;

@@ -99,6 +99,17 @@ def test_an_operation_that_returns_its_input(device, make):
         assert not frozen.requires_grad
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_returned_without_gradients_has_no_flag(device, mode):
+    x = make_input(6, 8)
+    with mode():
+        y = ops.Sequential(ops.Identity(), ops.Dropout(0.0))(x)
+        first, second = ops.Sequential(ops.MakeExtraOutput(), ops.ReLU())(x)[::-1]
+    assert not any(t.requires_grad for t in (y, first, second))
+    assert x.requires_grad
+    assert torch.equal(y, x)
+
+
 def test_freezing_after_a_call_is_seen(device):
     model = make_mlp()
     x = make_input(6, 8)
