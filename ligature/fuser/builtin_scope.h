@@ -2,6 +2,7 @@
 // the derivative and has chosen its dtype. A guest runs with the caller's state, without gradients.
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -11,6 +12,15 @@
 #include "ligature/operation.h"
 
 namespace ligature {
+
+/// What the caller's autocast asks for on this device, if it is on.
+inline std::optional<at::ScalarType> autocast_dtype(const at::Device& device) {
+  const at::DeviceType type = device.type();
+  if (!at::autocast::is_autocast_available(type) || !at::autocast::is_autocast_enabled(type)) {
+    return std::nullopt;
+  }
+  return at::autocast::get_autocast_dtype(type);
+}
 
 class StepScope {
  public:

@@ -1,6 +1,5 @@
 #include "ligature/fuser/execute.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/view.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -50,13 +49,6 @@ GradPlan plan_gradients(const Call& call, const Wiring& wiring, size_t num_ops) 
     flags.input = op == 0 ? input_requires_grad : op > grads.first_backward_op;
   }
   return grads;
-}
-
-std::optional<at::ScalarType> current_autocast_dtype(at::DeviceType device) {
-  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) {
-    return std::nullopt;
-  }
-  return at::autocast::get_autocast_dtype(device);
 }
 
 namespace {

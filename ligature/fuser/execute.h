@@ -23,9 +23,6 @@ struct Call {
   bool dry = false;                  ///< tensors without memory: nothing may change its state
 };
 
-/// The dtype that autocast asks for on this kind of device, where it is enabled.
-std::optional<at::ScalarType> current_autocast_dtype(at::DeviceType device);
-
 /// Which operations take part in backward, and in what.
 struct GradPlan {
   size_t first_backward_op = 0;

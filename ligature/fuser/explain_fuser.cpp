@@ -11,6 +11,7 @@
 
 #include <unordered_map>
 
+#include "ligature/fuser/builtin_scope.h"
 #include "ligature/fuser/fuser.h"
 
 namespace ligature {
@@ -77,7 +78,7 @@ Situation Situation::of(const Tensor& input, const std::vector<Tensor>& extra_in
     LIGATURE_CHECK_TYPE(extra.defined(), "explain: an extra input must be a tensor, got none");
     situation.extra_inputs.push_back(Input::of(extra, situation.input.meta.device));
   }
-  situation.autocast_dtype = current_autocast_dtype(situation.input.meta.device.type());
+  situation.autocast_dtype = ligature::autocast_dtype(situation.input.meta.device);
   situation.gradients = at::GradMode::is_enabled();
   return situation;
 }

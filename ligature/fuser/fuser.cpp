@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "ligature/fuser/builtin_scope.h"
 #include "ligature/fuser/strict.h"
 
 namespace ligature {
@@ -134,7 +135,7 @@ std::vector<Tensor> OperationFuser::run(Call&& call) {
   const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
   const std::shared_ptr<const Plan> plan = plan_for(key_for(call, grads), nullptr, true);
   if (StrictScope::active()) StrictScope::check(*plan);
-  call.autocast_dtype = current_autocast_dtype(call.input.device().type());
+  call.autocast_dtype = autocast_dtype(call.input.device());
   if (plan->has_guests) {
     call.trace = std::make_shared<Trace>(plan->forward.size(), plan->backward.size());
     call.trace->device = call.input.device().type();

@@ -18,14 +18,19 @@ struct DirectArgs {
   std::vector<Tensor> extra_inputs;
   OpArgs args;
 
-  DirectArgs(const BasicOperation& op, const py::handle& module, bool requires_grad,
-             const py::handle& extras) {
+  DirectArgs(const BasicOperation& op, const py::handle& module, const Value& input,
+             bool requires_grad, const py::handle& extras, const OperationContext* ctx = nullptr) {
     ParameterSource source(module, op);
     source.collect(params);
     extra_inputs = unwrap_list(extras, "[" + op.label() + "] an extra input");
     args.params = params;
     args.extra_inputs = extra_inputs;
     args.training = source.training();
+    args.autocast_dtype = autocast_dtype(input.device());
+    if (ctx != nullptr && ctx->block != nullptr) {  // the fuser knows, of channels too
+      if (requires_grad) args.requires_grad = ctx->requires_grad;
+      return;
+    }
     args.requires_grad.op = requires_grad;
     args.requires_grad.input = requires_grad;
     for (size_t i = 0; i < params.size(); ++i) {
@@ -63,9 +68,9 @@ Value input_value(const FusibleOperation& op, const py::handle& input) {
 
 py::tuple op_forward_compute(BasicOperation& op, const py::handle& module, const py::handle& input,
                              bool requires_grad) {
-  DirectArgs direct(op, module, requires_grad, py::none());
   const Value x = input_value(op, input);
-  op.infer({ValueMeta::of(x), direct.params, {}, direct.args.training, std::nullopt});
+  DirectArgs direct(op, module, x, requires_grad, py::none());
+  op.infer({ValueMeta::of(x), direct.params, {}, direct.args.training, direct.args.autocast_dtype});
   at::NoGradGuard no_grad;
   StepScope scope(op);
   OpForwardResult result = op.op_forward_compute(x, direct.args);
@@ -74,11 +79,12 @@ py::tuple op_forward_compute(BasicOperation& op, const py::handle& module, const
 
 void op_forward_save_ctx(BasicOperation& op, const py::handle& module, OperationContext& ctx,
                          const py::handle& input, const py::handle& tensors, bool requires_grad) {
-  DirectArgs direct(op, module, requires_grad, py::none());
+  const Value x = input_value(op, input);
+  DirectArgs direct(op, module, x, requires_grad, py::none(), &ctx);
   Kept kept;
   for (const Tensor& t : unwrap_list(tensors, "a tensor to save")) kept.tensors.emplace_back(t);
   ctx.requires_grad = direct.args.requires_grad;
-  if (requires_grad) op.op_forward_save_ctx(ctx, input_value(op, input), kept, direct.args);
+  if (requires_grad) op.op_forward_save_ctx(ctx, x, kept, direct.args);
 }
 
 py::tuple op_backward(BasicOperation& op, OperationContext& ctx, const py::handle& grad_output) {
@@ -106,14 +112,14 @@ py::tuple fuser_forward(const OpPtr& op, const py::handle& modules, const py::ha
                      contexts.size() == basic_ops.size(),
                  "[", op->label(), "] wants contexts and extra inputs for ", basic_ops.size(),
                  " basic operations, got ", contexts.size(), " and ", extra_list.size());
+  const Value x = input_value(*op, input);
   direct.reserve(basic_ops.size());
   for (size_t i = 0; i < basic_ops.size(); ++i) {
-    direct.emplace_back(*basic_ops[i], module_list[i], contexts[i]->requires_grad.op,
-                        extra_list[i]);
+    direct.emplace_back(*basic_ops[i], module_list[i], x, contexts[i]->requires_grad.op,
+                        extra_list[i], contexts[i]);
     contexts[i]->requires_grad = direct.back().args.requires_grad;
     args.push_back(direct.back().args);
   }
-  const Value x = input_value(*op, input);
   at::NoGradGuard no_grad;
   StepScope scope(*op);
   FuserForwardResult result = op->fuser_forward(contexts, x, args);
@@ -154,10 +160,14 @@ OpPtr make_fused(const std::string& name, const py::handle& ops) {
   LIGATURE_CHECK(false, "[", name, "] cannot stand for ", describe(given));
 }
 
-MainGrad find_main_grad(const BasicOperation&, const Tensor& parameter) {
+MainGrad find_main_grad(const BasicOperation& op, const Tensor& parameter) {
   return with_python([&] {
     MainGrad found;
     py::object param = wrap(parameter);
+    // A context that was filled by hand does not name the weight: it is the one of the module.
+    if (op.host != nullptr && parameter.is_same(op.parameter_owner().own_parameters()["weight"])) {
+      param = py::handle(static_cast<PyObject*>(op.host)).attr("_parameter_owner").attr("weight");
+    }
     if (!py::hasattr(param, "main_grad")) return found;
     found.buffer = unwrap(param.attr("main_grad"), "main_grad");
     found.overwrite = py::getattr(param, "overwrite_main_grad", py::bool_(false)).cast<bool>();
