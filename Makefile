@@ -14,13 +14,14 @@ PY_DIRS   := $(wildcard python tests benchmarks examples tools)
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup build package run test bench docs sanitize lint format clean distclean
+.PHONY: help setup build package run test bench soak docs sanitize lint format clean distclean
 
 help:
 	@echo "make run [ARGS=...]    build, then run examples/python/demo.py"
 	@echo "make test              build, then run the C++ and the Python tests"
 	@echo "make bench [ARGS=...]  build, then run benchmarks/bench.py"
 	@echo "make docs              build, then make the documentation's site in build/site"
+	@echo "make soak [ARGS=...]   10,000 random pipelines against plain PyTorch, on all cores"
 	@echo "make sanitize          the C++ tests under the address and undefined-behaviour sanitizers"
 	@echo "make lint | format     check, or fix, the style of C++ and Python; lint also checks the types"
 	@echo "make clean             remove what was built; 'make distclean' removes .venv too"
@@ -52,6 +53,9 @@ bench: package
 
 docs: package
 	@$(BIN)/python tools/docs_site --out build/site
+
+soak: package
+	@$(BIN)/python tools/soak.py $(ARGS)
 
 test: build
 	@echo "== C++ tests"

@@ -100,7 +100,7 @@ def split_glu(x: Tensor, interleave: int | None = None) -> tuple[Tensor, Tensor]
     if interleave is None:
         half = x.shape[-1] // 2
         return x[..., :half], x[..., half:]
-    blocks = x.reshape(*x.shape[:-1], -1, 2, interleave)
+    blocks = x.unflatten(-1, (x.shape[-1] // (2 * interleave), 2, interleave))
     return blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
 
 
@@ -183,6 +183,10 @@ def _trailing(weight: Tensor) -> tuple[int, ...]:
     return tuple(range(-weight.dim(), 0))
 
 
+def _exact(x: Tensor) -> Tensor:
+    return x
+
+
 def layer_norm(
     x: Tensor,
     weight: Tensor,
@@ -190,22 +194,33 @@ def layer_norm(
     *,
     eps: float = 1e-5,
     zero_centered_gamma: bool = False,
+    rounded: Callable[[Tensor], Tensor] = _exact,
 ) -> Tensor:
+    """``rounded`` is applied to what a kernel would have to round on the way."""
     dims = _trailing(weight)
-    centered = x - x.mean(dims, keepdim=True)
-    normalized = centered / (centered.square().mean(dims, keepdim=True) + eps).sqrt()
+    centered = x - rounded(x).mean(dims, keepdim=True)
+    variance = rounded(centered).square().mean(dims, keepdim=True)
+    normalized = rounded(centered) / (variance + eps).sqrt()
     return normalized * (1 + weight if zero_centered_gamma else weight) + bias
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, *, eps: float = 1e-5, zero_centered_gamma: bool = False
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float = 1e-5,
+    zero_centered_gamma: bool = False,
+    rounded: Callable[[Tensor], Tensor] = _exact,
 ) -> Tensor:
-    normalized = x / (x.square().mean(_trailing(weight), keepdim=True) + eps).sqrt()
+    square = rounded(x).square().mean(_trailing(weight), keepdim=True)
+    normalized = rounded(x) / (square + eps).sqrt()
     return normalized * (1 + weight if zero_centered_gamma else weight)
 
 
-def l2_normalization(x: Tensor, *, eps: float = 1e-6) -> Tensor:
-    return x / (x.square().sum(-1, keepdim=True) + eps).sqrt()
+def l2_normalization(
+    x: Tensor, *, eps: float = 1e-6, rounded: Callable[[Tensor], Tensor] = _exact
+) -> Tensor:
+    return rounded(x) / (rounded(x).square().sum(-1, keepdim=True) + eps).sqrt()
 
 
 # -- whole modules

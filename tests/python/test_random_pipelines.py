@@ -1,0 +1,298 @@
+"""Random pipelines against plain PyTorch in float64. `make soak` runs many more of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pipeline_ops
+import pytest
+import reference
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from pipeline_case import Call, Case, Fuse, Nest, Op, every_op, smaller
+from pipeline_check import TooLargeError, check
+from pipelines import cases, numbered_case
+
+import ligature as te
+from ligature import _C
+
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+]
+
+#: Of this many cases each built-in fusion is part, and each operation.
+ENOUGH = 250
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    """Small tensors are slower with more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@settings(
+    max_examples=250,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+)
+@given(case=cases)
+def test_random_pipelines(case: Case) -> None:
+    try:
+        check(case)
+    except TooLargeError:
+        assume(False)
+
+
+def test_a_soak_and_what_it_covers() -> None:
+    fused: Counter[str] = Counter()
+    left_out = 0
+    for number in range(ENOUGH):
+        try:
+            fused += check(numbered_case(7, number))
+        except TooLargeError:
+            left_out += 1
+        except Exception as error:
+            error.add_note(
+                f"{numbered_case(7, number)!r}\nmake soak ARGS='--seed 7 --case {number}'"
+            )
+            raise
+    assert left_out < ENOUGH / 50
+    assert set(te.ops.fused.__all__) <= set(fused)
+    assert {"Pieces", "SplitPieces"} <= set(fused)
+    kinds = {op.kind for n in range(ENOUGH) for op in every_op(numbered_case(7, n).ops)}
+    assert set(_C.operation_names()) | {"Linear", *pipeline_ops.GUESTS} <= kinds
+
+
+# -- the data
+
+
+def test_a_case_prints_as_the_python_that_makes_it() -> None:
+    for number in range(50):
+        case = numbered_case(1, number)
+        assert eval(repr(case)) == case
+    assert numbered_case(1, 3) == numbered_case(1, 3) != numbered_case(2, 3)
+
+
+def test_smaller_cases_are_smaller() -> None:
+    case = numbered_case(1, 5)
+    candidates = list(smaller(case))
+    assert candidates
+    assert all(len(repr(candidate)) < len(repr(case)) for candidate in candidates)
+
+
+# -- what it has found
+
+LINEAR = {"in_features": 8, "out_features": 8, "dtype": "float64"}
+BIAS = {"size": 4, "dtype": "float64"}
+CALL = Call(seed=1, shape=(3, 8))
+VIEW = Op("AddExtraInput", {"in_place": True}, extra=("", "every second"))
+
+FOUND: dict[str, Case] = {
+    "gradients through a view that was added to in place": Case(
+        ops=(Op("MakeExtraOutput"), Op("BasicLinear", LINEAR), VIEW, Op("SiLU")),
+        calls=(
+            replace(CALL, grad="none", extra_grads=("none",)),
+            replace(CALL, extra_grads=("computed",)),
+            replace(CALL, extra_grads=("computed",), backward="some"),
+        ),
+    ),
+    "pieces under autocast": Case(
+        ops=(Op("ReLU"), Op("ConstantScale", {"scale": 0.5})),
+        calls=(CALL,),
+        dtype="float32",
+        autocast="bfloat16",
+        fusions=(Fuse("joint", ("ReLU", "ConstantScale")),),
+    ),
+    "pieces and a channel": Case(
+        ops=(
+            Op("Linear", LINEAR),
+            Op("MakeExtraOutput", gives="c", to_caller=False),
+            Op("SiLU"),
+            Op("AddExtraInput", takes="c"),
+            Op("SiLU"),
+        ),
+        calls=(CALL,),
+        fusions=(Fuse("forward", ("SiLU", "AddExtraInput")),),
+    ),
+    "the flag of an input that is returned without gradients": Case(
+        ops=(Op("MakeExtraOutput"), Op("Identity")),
+        calls=(replace(CALL, mode="no_grad"), replace(CALL, mode="inference")),
+    ),
+    "float64 under autocast": Case(
+        ops=(Op("Linear", LINEAR), Op("torch.Linear", LINEAR), Op("ScaledSReLU")),
+        calls=(CALL,),
+        autocast="bfloat16",
+    ),
+    "gradients that share memory and are added to": Case(
+        ops=(Op("Reshape", {"shape": (-1, 2, 4)}), Op("AddExtraInput"), Op("Bias", BIAS)),
+        calls=(replace(CALL, backward="twice"),),
+    ),
+    "main_grad behind a context filled by hand": Case(
+        ops=(Op("BasicLinear", {**LINEAR, "accumulate_into_main_grad": True}), Op("SiLU")),
+        calls=(CALL, replace(CALL, seed=2)),
+        fusions=(Fuse("forward", ("BasicLinear", "SiLU"), "FilledLinearSiLU"),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name: str) -> None:
+    check(FOUND[name])
+
+
+# -- what it would find
+
+
+class WrongGradient(pipeline_ops.Pieces):
+    error = 1e-4
+
+    def fuser_backward(self, *args: Any, **kwargs: Any) -> Any:
+        dx, *rest = super().fuser_backward(*args, **kwargs)
+        return dx * (1 + self.error), *rest
+
+
+class WrongOutput(pipeline_ops.Pieces):
+    error = 1e-4
+
+    def fuser_forward(self, *args: Any, **kwargs: Any) -> Any:
+        y, extra = super().fuser_forward(*args, **kwargs)
+        return y * (1 + self.error), extra
+
+
+class ChangedInput(pipeline_ops.Pieces):
+    def fuser_forward(self, ctxs: Any, input_: Any, **kwargs: Any) -> Any:
+        input_.mul_(1)
+        return super().fuser_forward(ctxs, input_, **kwargs)
+
+
+class WrongDtype(pipeline_ops.Pieces):
+    def fuser_forward(self, *args: Any, **kwargs: Any) -> Any:
+        y, extra = super().fuser_forward(*args, **kwargs)
+        return y.float(), extra
+
+
+class LostGradient(pipeline_ops.Pieces):
+    """Of what comes through a channel."""
+
+    def fuser_backward(self, *args: Any, **kwargs: Any) -> Any:
+        dx, params, extras = super().fuser_backward(*args, **kwargs)
+        return dx, params, [tuple(None for _ in per_op) for per_op in extras]
+
+
+class ForgottenParameter(pipeline_ops.Pieces):
+    def fuser_backward(self, *args: Any, **kwargs: Any) -> Any:
+        dx, params, extras = super().fuser_backward(*args, **kwargs)
+        return dx, [tuple(None for _ in per_op) for per_op in params], extras
+
+
+class StateOfTheFirstCall(pipeline_ops.Pieces):
+    """Keeps what belongs into the context; found when backward runs after a second call."""
+
+    def fuser_forward(self, ctxs: Any, input_: Any, **kwargs: Any) -> Any:
+        self.__dict__["last"] = input_.sum()
+        return super().fuser_forward(ctxs, input_, **kwargs)
+
+    def fuser_backward(self, *args: Any, **kwargs: Any) -> Any:
+        dx, *rest = super().fuser_backward(*args, **kwargs)
+        return dx * self.last.sign(), *rest
+
+
+MUTANTS = [
+    (WrongGradient, "gradient of"),
+    (WrongOutput, "output 0"),
+    (ChangedInput, "input 0 counts as changed"),
+    (WrongDtype, "output 0"),
+    (LostGradient, "gradient of"),
+    (ForgottenParameter, "gradient of 1.bias: None"),
+    (StateOfTheFirstCall, "gradient of"),
+]
+
+
+def mutant_case(dtype: str) -> Case:
+    """A fusion over a bias, a SiLU and the end of a channel."""
+    linear = {"in_features": 8, "out_features": 8, "dtype": dtype}
+    return Case(
+        ops=(
+            Op("MakeExtraOutput", gives="c", to_caller=False),
+            Op("Bias", {"size": 8, "dtype": dtype}),
+            Op("SiLU"),
+            Op("AddExtraInput", takes="c"),
+            Nest(ops=(Op("Linear", linear), Op("GELU"))),
+        ),
+        calls=(CALL, replace(CALL, seed=2, shape=(2, 3, 8))),
+        dtype=dtype,
+        late=True,
+        fusions=(Fuse("joint", ("Bias", "SiLU", "AddExtraInput"), "Mutant"),),
+    )
+
+
+@pytest.mark.parametrize(("mutant", "message"), MUTANTS)
+def test_a_wrong_fusion_is_caught(mutant: type, message: str, monkeypatch: Any) -> None:
+    monkeypatch.setitem(pipeline_ops.STYLES, "Mutant", pipeline_ops.Pieces)
+    check(mutant_case("float64"))
+    monkeypatch.setitem(pipeline_ops.STYLES, "Mutant", mutant)
+    with pytest.raises(AssertionError, match=message):
+        check(mutant_case("float64"))
+
+
+@pytest.mark.parametrize("mutant", [WrongGradient, WrongOutput])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [("float32", 1e-3), ("float16", 0.1), ("bfloat16", 0.5)]
+)
+def test_a_wrong_fusion_is_caught_in_low_precision(
+    dtype: str, error: float, mutant: type, monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(pipeline_ops.STYLES, "Mutant", pipeline_ops.Pieces)
+    check(mutant_case(dtype))
+    monkeypatch.setattr(mutant, "error", error)
+    monkeypatch.setitem(pipeline_ops.STYLES, "Mutant", mutant)
+    with pytest.raises(AssertionError, match=r"where .* is allowed"):
+        check(mutant_case(dtype))
+
+
+def first_difference(count: int) -> str:
+    for number in range(count):
+        try:
+            check(numbered_case(3, number))
+        except TooLargeError:
+            pass
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+def wrong_l2(x: torch.Tensor, *, eps: float = 1e-6, **unused: Any) -> torch.Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1.001 * eps).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("GELU", lambda x: torch.nn.functional.gelu(x)),
+        ("SReLU", lambda x: reference.relu(x) ** 2.001),
+        ("SwiGLU", lambda x, **unused: reference.swiglu(x)),
+        ("l2_normalization", wrong_l2),
+    ],
+)
+def test_random_cases_tell_a_wrong_formula(
+    name: str, wrong: Callable[..., Any], monkeypatch: Any
+) -> None:
+    """The reference is changed, which is as good as a change of what it is compared to."""
+    assert first_difference(20) == ""
+    if name == "l2_normalization":
+        monkeypatch.setattr(reference, name, wrong)
+    elif name == "SwiGLU":
+        monkeypatch.setitem(reference._WITH_OPTIONS, name, (wrong, ()))
+    else:
+        monkeypatch.setitem(reference.ACTIVATIONS, name, wrong)
+    assert first_difference(150)

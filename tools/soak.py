@@ -1,0 +1,229 @@
+"""Runs random pipelines against plain PyTorch for as long as you like: ``make soak``.
+
+Case N of seed S is the same everywhere. Each worker runs in a process of its own, so that a crash
+is a failure like any other. What fails is printed as data, with the one command that runs it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections import Counter
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1] / "tests" / "python"
+#: Failures after which there is no use in going on.
+MOST_FAILURES = 5
+SHRINK_SECONDS = 30.0
+
+
+def load() -> Any:
+    """The generator and the check, which import torch."""
+    sys.path.insert(0, str(TESTS))
+    import pipeline_case
+    import pipeline_check
+    import pipelines
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    return pipelines, pipeline_check, pipeline_case
+
+
+def run_case(check: Any, case: Any, device: str) -> Counter[str]:
+    import torch
+
+    with torch.device(device):
+        return check.check(case)
+
+
+def shrink(check: Any, data: Any, case: Any, device: str) -> Any:
+    """A smaller case that fails with an error of the same kind."""
+    end = time.monotonic() + SHRINK_SECONDS
+
+    def outcome(candidate: Any) -> type[BaseException] | None:
+        try:
+            run_case(check, candidate, device)
+        except Exception as error:
+            return type(error)
+        return None
+
+    kind = outcome(case)
+    shrunk = True
+    while shrunk:
+        shrunk = False
+        for candidate in data.smaller(case):
+            if time.monotonic() > end:
+                return case
+            if outcome(candidate) is kind:
+                case, shrunk = candidate, True
+                break
+    return case
+
+
+def work(pipe: Connection, args: argparse.Namespace, numbers: range) -> None:
+    """A worker: tells which case it starts, and what came of it."""
+    pipelines, check, data = load()
+    for number in numbers:
+        pipe.send(("start", number, None))
+        case = pipelines.numbered_case(args.seed, number)
+        try:
+            fused = run_case(check, case, args.device)
+        except check.TooLargeError:
+            pipe.send(("left out", number, None))
+        except Exception as error:
+            kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+            smaller = shrink(check, data, case, args.device)
+            pipe.send(("failed", number, (f"{kind}{error}", repr(case), repr(smaller))))
+        else:
+            pipe.send(("agreed", number, fused))
+    pipe.close()
+
+
+class Progress:
+    """A live bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.live = sys.stdout.isatty()
+        self.start = self.shown = time.monotonic()
+        self.done = self.told = self.failures = 0
+
+    def show(self, last: bool = False) -> None:
+        now = time.monotonic()
+        if not last and now - self.shown < (0.1 if self.live else 15.0):
+            return
+        if not self.live and self.done == self.told:
+            return
+        self.told = self.done
+        self.shown = now
+        rate = self.done / max(now - self.start, 1e-9)
+        left = (self.total - self.done) / rate if rate else 0.0
+        part = self.done / self.total
+        text = f"{self.done:,} of {self.total:,} · {rate:.0f}/s · {clock(left)} left"
+        if self.failures:
+            text += f" · {self.failures} failed"
+        if self.live:
+            bar = "█" * round(24 * part) + "░" * (24 - round(24 * part))
+            print(f"\r\x1b[2K{bar} {text}", end="\n" if last else "", flush=True)
+        else:
+            print(f"{part:4.0%}  {text}", flush=True)
+
+    def clear(self) -> None:
+        if self.live:
+            print("\r\x1b[2K", end="")
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def report(args: argparse.Namespace, number: int, details: tuple[str, str, str]) -> None:
+    error, case, smaller = details
+    print(f"\nCase {number} of seed {args.seed} fails: {error}\n\n{case}\n")
+    if smaller != case:
+        print(f"A smaller one that fails the same way:\n\n{smaller}\n")
+    device = "" if args.device == "cpu" else f" --device {args.device}"
+    again = f'make soak ARGS="--seed {args.seed} --case {number}{device}"'
+    print(f"Run it again:\n  {again}\n", flush=True)
+
+
+def soak(args: argparse.Namespace) -> int:
+    context = multiprocessing.get_context("spawn")
+    progress = Progress(args.cases)
+    fused: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    workers: dict[Connection, tuple[Any, range, int]] = {}
+
+    def start(numbers: range) -> None:
+        if not numbers:
+            return
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(theirs, args, numbers), daemon=True)
+        process.start()
+        theirs.close()
+        workers[ours] = (process, numbers, numbers.start)
+
+    def failed(number: int, details: tuple[str, str, str]) -> None:
+        progress.failures += 1
+        progress.clear()
+        report(args, number, details)
+
+    for k in range(args.jobs):
+        start(range(k, args.cases, args.jobs))
+    while workers and progress.failures < MOST_FAILURES:
+        for pipe in wait(list(workers), timeout=1.0):
+            process, numbers, current = workers[pipe]  # type: ignore[index]
+            try:
+                what, number, details = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                process.join()
+                del workers[pipe]  # type: ignore[arg-type]
+                if process.exitcode:
+                    progress.done += 1
+                    counts["failed"] += 1
+                    case = repr(load()[0].numbered_case(args.seed, current))
+                    failed(current, (f"the process ended with {process.exitcode}", case, case))
+                    start(range(current + numbers.step, args.cases, numbers.step))
+                continue
+            if what == "start":
+                workers[pipe] = (process, numbers, number)  # type: ignore[index]
+                continue
+            progress.done += 1
+            counts[what] += 1
+            if what == "failed":
+                failed(number, details)
+            elif what == "agreed":
+                fused.update(details)
+        progress.show()
+    for process, _, _ in workers.values():
+        process.terminate()
+    progress.show(last=True)
+
+    seconds = clock(time.monotonic() - progress.start)
+    print(
+        f"\n{progress.done:,} cases of seed {args.seed} in {seconds}: {counts['agreed']:,} agree",
+        end="",
+    )
+    print(f", {counts['failed']} fail, {counts['left out']} left out (too large for float16)")
+    names = ", ".join(f"{name} {count:,}" for name, count in fused.most_common())
+    print(f"Fused operations in their plans: {names}")
+    return 1 if progress.failures else 0
+
+
+def one(args: argparse.Namespace) -> int:
+    """One case, in this process, with its traceback."""
+    pipelines, check, _ = load()
+    case = pipelines.numbered_case(args.seed, args.case)
+    print(f"Case {args.case} of seed {args.seed}:\n\n{case}\n", flush=True)
+    try:
+        fused = run_case(check, case, args.device)
+    except check.TooLargeError:
+        print("Left out: its values are too large for float16.")
+        return 0
+    print(f"Agrees. Fused operations in its plans: {', '.join(fused) or 'none'}")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=10_000, help="how many (10,000)")
+    parser.add_argument("--seed", type=int, default=0, help="which sequence of cases (0)")
+    parser.add_argument("--case", type=int, help="only this one, in this process")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    args = parser.parse_args()
+    if args.cases < 1 or args.jobs < 1:
+        parser.error(f"--cases and --jobs must be positive, got {args.cases} and {args.jobs}")
+    return one(args) if args.case is not None else soak(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
