@@ -1,0 +1,119 @@
+// Every registered fusion is proven, on chains of operations found out from its pattern: a new one
+// is tested the day it is registered.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "device.h"
+#include "ligature/fuser/registry.h"
+#include "ligature/ligature.h"
+#include "ligature/testing/testing.h"
+#include "testing_support.h"
+
+using namespace ligature;
+using ligature::testing::CheckOptions;
+using ligature::testing::Example;
+using ligature::testing::Report;
+
+namespace {
+
+using TestingWalk = OneThread;
+
+/// An operation without options that must be given; null for others.
+BasicOpPtr op_of(const std::string& name) {
+  try {
+    return make_operation(name, {});
+  } catch (const c10::Error&) {
+    return nullptr;
+  }
+}
+
+CheckOptions walk_options() {
+  CheckOptions options;
+  options.device = on_device().device();
+  options.max_patterns = 20;
+  return options;
+}
+
+void expect_proven(ligature::Pass pass, const CheckOptions& options) {
+  for (const auto& fusion : registered_fusions(pass)) {
+    const auto* rule = std::get_if<FusionRule>(fusion.get());
+    ASSERT_NE(rule, nullptr) << fusion_name(*fusion)
+                             << " is no rule, so it needs a test of its own";
+    const auto examples = ligature::testing::find_examples(*rule);
+    EXPECT_FALSE(examples.empty()) << "no operations are known that " << rule->name << " fuses";
+    for (const Example& example : examples) {
+      const Report report = check_fusion(*fusion, pass, example.make, example.shapes, options);
+      EXPECT_TRUE(report) << example.text << "\n" << report.text();
+    }
+  }
+}
+
+TEST_F(TestingWalk, EveryForwardFusion) { expect_proven(ligature::Pass::Forward, walk_options()); }
+TEST_F(TestingWalk, EveryBackwardFusion) {
+  expect_proven(ligature::Pass::Backward, walk_options());
+}
+TEST_F(TestingWalk, EveryJointFusion) { expect_proven(ligature::Pass::Joint, walk_options()); }
+
+TEST_F(TestingWalk, EveryFusionWithParametersOfAnotherDtype) {
+  CheckOptions options = walk_options();
+  options.max_patterns = 6;
+  options.dtypes = {{at::kBFloat16, at::kFloat}, {at::kFloat, at::kBFloat16}, at::kHalf};
+  for (const auto pass :
+       {ligature::Pass::Forward, ligature::Pass::Backward, ligature::Pass::Joint}) {
+    expect_proven(pass, options);
+  }
+}
+
+TEST_F(TestingWalk, EveryFusionUnderAutocast) {
+  CheckOptions options = walk_options();
+  options.max_patterns = 6;
+  options.dtypes = {at::kFloat, at::kBFloat16};
+  options.autocast = at::kBFloat16;
+  for (const auto pass :
+       {ligature::Pass::Forward, ligature::Pass::Backward, ligature::Pass::Joint}) {
+    expect_proven(pass, options);
+  }
+}
+
+TEST_F(TestingWalk, ExamplesCoverTheWholePattern) {
+  EXPECT_EQ(ligature::testing::unknown_operations(), std::vector<std::string>());
+  std::set<std::string> names, activations;
+  for (const auto& fusion : registered_fusions(ligature::Pass::Forward)) {
+    const auto& rule = std::get<FusionRule>(*fusion);
+    if (rule.name != "ForwardLinearBiasActivation") continue;
+    for (const Example& example : ligature::testing::find_examples(rule)) {
+      const auto subject = example.make(at::kFloat, on_device().device());
+      names.insert(describe(subject.ops));
+      EXPECT_EQ(subject.params[0][0].sizes()[1], 20);
+    }
+  }
+  for (const std::string& name : operation_names()) {
+    if (std::dynamic_pointer_cast<ActivationOperation>(op_of(name)) != nullptr) {
+      activations.insert(name);
+    }
+  }
+  EXPECT_GE(activations.size(), 13U);
+  size_t with_bias = 0;
+  for (const std::string& name : activations) {
+    const size_t bias = names.count("[BasicLinear, Bias, " + name + "]");
+    EXPECT_GE(bias + names.count("[BasicLinear, " + name + "]"), 1U) << name;
+    with_bias += bias;
+  }
+  EXPECT_GT(with_bias, 0U);
+  EXPECT_LT(with_bias, activations.size());
+}
+
+TEST_F(TestingWalk, ExamplesOfARuleThatTakesNothing) {
+  FusionRule rule{"Never",
+                  {{"nothing", [](at::ArrayRef<OpPtr>) -> size_t { return 0; }, false}},
+                  nullptr,
+                  [](const Match& match) { return match.ops[0]; }};
+  EXPECT_TRUE(ligature::testing::find_examples(rule).empty());
+  rule.pattern = {of<GELUImpl>("GELU")};
+  rule.why_not = [](const Match&, const PlanOptions&) { return "never"; };
+  EXPECT_TRUE(ligature::testing::find_examples(rule).empty());
+}
+
+}  // namespace
