@@ -15,7 +15,8 @@ Graph run_formula(const Reference& reference, const Subject& subject, const Data
   Graph graph;
   const auto leaf = [&](const Tensor& t) {
     const bool floating = at::isFloatingType(t.scalar_type());
-    Tensor copy = t.detach().to(floating ? at::kDouble : t.scalar_type(), false, /*copy=*/true);
+    Tensor copy = t.detach().to(floating ? at::kDouble : t.scalar_type(), false, /*copy=*/true,
+                                at::MemoryFormat::Contiguous);
     if (floating) copy.set_requires_grad(has(needs, graph.leaves.size()));
     graph.leaves.push_back(copy);
     return copy;
@@ -146,7 +147,8 @@ class OperationCheck {
     std::vector<Kept> kept;
     try {
       kept = op.fuser_forward_compute(input, args).kept;
-    } catch (const std::exception&) {
+    } catch (const std::exception& error) {
+      if (options_.is_fatal && options_.is_fatal(error)) throw;
       return;  // the classic form: it has no compute half
     }
     std::vector<Tensor> arguments{input.dequantized()};

@@ -182,6 +182,7 @@ std::vector<std::string> complaints(const DirectRun& run, const Subject& subject
     const bool any = allowed == Unneeded::Any;
     const auto passed_on = [&](const Tensor& grad) {
       if (allowed != Unneeded::PassedOn) return any;
+      if (!grad.defined() || grad.numel() == 0) return true;
       bool same = share_memory(grad, given.grad_output.dequantized());
       for (const auto& grads : given.grad_extra_outputs) {
         for (const Tensor& t : grads) same = same || share_memory(grad, t);

@@ -1,5 +1,6 @@
 """Stubs of the C++ core."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -185,3 +186,30 @@ def apply_rule(
     ops: list[Any],
 ) -> list[Any]: ...
 def registered_fusions(pass_: str) -> list[str]: ...
+
+class Report:
+    """What a check found. It is true when nothing is wrong and something was compared."""
+
+    @property
+    def runs(self) -> int:
+        """How many cases were compared."""
+    @property
+    def failures(self) -> list[str]:
+        """Which case failed, what, and by how much."""
+    def text(self) -> str:
+        """For people: one line when all is well, else the failures."""
+    def __bool__(self) -> bool: ...
+
+def check_fusion(
+    kind: str,
+    fusion: tuple[Any, ...],
+    make: Callable[[torch.dtype, torch.device], list[torch.nn.Module]],
+    shapes: list[tuple[list[int], list[list[int]]]],
+    options: dict[str, Any],
+) -> Report: ...
+def check_operation(
+    make: Callable[[torch.dtype, torch.device], list[torch.nn.Module]],
+    reference: Callable[..., Any],
+    shapes: list[tuple[list[int], list[list[int]]]],
+    options: dict[str, Any],
+) -> Report: ...

@@ -16,8 +16,8 @@ differently in forward and backward::
 
 import torch  # noqa: F401  its libraries must be loaded before ours
 
-from . import ops
+from . import ops, testing
 from ._C import __version__
 from .explanation import Explanation, PlanDiff, explain, strict
 
-__all__ = ["Explanation", "PlanDiff", "__version__", "explain", "ops", "strict"]
+__all__ = ["Explanation", "PlanDiff", "__version__", "explain", "ops", "strict", "testing"]

@@ -13,5 +13,6 @@ void bind_guests(py::module_& m);
 void bind_registry(py::module_& m);
 void bind_fuser(py::module_& m);
 void bind_explain(py::module_& m);
+void bind_testing(py::module_& m);
 
 }  // namespace ligature::python

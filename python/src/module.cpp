@@ -26,4 +26,5 @@ PYBIND11_MODULE(_C, m) {
   bind_registry(m);
   bind_fuser(m);
   bind_explain(m);
+  bind_testing(m);
 }

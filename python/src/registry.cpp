@@ -1,9 +1,8 @@
 // Fusions written in Python: functions over the list of operations, and patterns of classes. Both
 // become entries of the one registry; patterns are matched by the one scanner.
-#include "ligature/fuser/registry.h"
+#include "registry.h"
 
 #include "bindings.h"
-#include "host.h"
 
 namespace ligature::python {
 namespace {
@@ -22,6 +21,8 @@ py::list python_list(const OpList& ops) {
   for (const auto& op : ops) out.append(python_of(op));
   return out;
 }
+
+}  // namespace
 
 // A model written in C++ has no Python objects to show to the function; it is left as it is.
 FusionFunction make_function(std::string name, py::object function) {
@@ -47,6 +48,8 @@ FusionFunction make_function(std::string name, py::object function) {
   return {std::move(name), std::move(apply)};
 }
 
+namespace {
+
 /// How many operations, from the first on, one place of a Python pattern covers. The place is a
 /// class, a composite class (it covers the parts of one instance) or a function of an operation.
 size_t take(const py::handle& wanted, const py::handle& count, at::ArrayRef<OpPtr> ops) {
@@ -65,6 +68,8 @@ py::list matched_objects(const Match& match, const py::handle& join) {
   }
   return out;
 }
+
+}  // namespace
 
 // pattern: (text, wanted, optional) each. `count(wanted, ops)` tells how many operations a place
 // covers, `join(index, ops)` what the factory is given for it: the package knows about composites.
@@ -113,8 +118,6 @@ Pass pass_from_string(const std::string& name) {
   LIGATURE_CHECK(name == "backward", "no such pass: '", name, "'");
   return Pass::Backward;
 }
-
-}  // namespace
 
 void bind_registry(py::module_& m) {
   py::class_<FusionHandle>(m, "FusionHandle")
