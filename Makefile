@@ -8,7 +8,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-CXX_DIRS  := $(wildcard ligature python/src tests/cpp examples/cpp)
+CXX_DIRS  := $(wildcard ligature python/src tests/cpp examples/cpp examples/cpp_project)
 CXX_FILES  = $(shell find $(CXX_DIRS) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PY_DIRS   := $(wildcard python tests benchmarks examples tools)
 
@@ -84,7 +84,7 @@ format: $(READY)
 	@$(BIN)/ruff format -q $(PY_DIRS)
 
 clean:
-	@rm -rf build python/ligature/_C*.so python/ligature/libligature.so
+	@rm -rf build python/ligature/_C*.so python/ligature/libligature.so python/ligature/_build.py
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find $(PY_DIRS) -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -7,6 +7,9 @@ import torch
 
 __version__: str
 
+def config() -> dict[str, Any]: ...
+def config_text() -> str: ...
+
 class OperationContext:
     """What one basic operation keeps from forward to backward."""
 

@@ -14,10 +14,25 @@ differently in forward and backward::
     y = mlp(x)
 """
 
-import torch  # noqa: F401  its libraries must be loaded before ours
+import torch  # its libraries must be loaded before ours
 
-from . import ops, testing
-from ._C import __version__
-from .explanation import Explanation, PlanDiff, explain, strict
+from ._torch_check import check_torch
 
-__all__ = ["Explanation", "PlanDiff", "__version__", "explain", "ops", "strict", "testing"]
+check_torch(torch.__version__, torch.__file__)
+
+from . import ops, testing  # noqa: E402
+from ._C import __version__  # noqa: E402
+from ._config import cmake_prefix_path, show_config  # noqa: E402
+from .explanation import Explanation, PlanDiff, explain, strict  # noqa: E402
+
+__all__ = [
+    "Explanation",
+    "PlanDiff",
+    "__version__",
+    "cmake_prefix_path",
+    "explain",
+    "ops",
+    "show_config",
+    "strict",
+    "testing",
+]

@@ -7,6 +7,7 @@ namespace ligature::python {
 
 namespace py = pybind11;
 
+void bind_config(py::module_& m);
 void bind_context(py::module_& m);
 void bind_operations(py::module_& m);
 void bind_guests(py::module_& m);

@@ -20,6 +20,7 @@ PYBIND11_MODULE(_C, m) {
     }
   });
   using namespace ligature::python;
+  bind_config(m);
   bind_context(m);
   bind_operations(m);
   bind_guests(m);

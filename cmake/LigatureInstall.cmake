@@ -1,0 +1,27 @@
+# What is installed: the library, its public headers and a CMake package. A wheel has the same
+# layout, with the Python package as the prefix. No installed file holds a path of this machine. The
+# build tree is such a package too.
+include(CMakePackageConfigHelpers)
+
+set(package_dir share/cmake/Ligature)
+set_target_properties(ligature PROPERTIES INSTALL_RPATH "$ORIGIN")
+if(DEFINED SKBUILD)
+  # Python has loaded torch's libraries before ours; a C++ program finds them beside the package.
+  set_target_properties(ligature PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
+else()
+  install(FILES LICENSE DESTINATION share/licenses/ligature)
+endif()
+
+install(TARGETS ligature EXPORT LigatureTargets LIBRARY DESTINATION lib INCLUDES DESTINATION include)
+install(DIRECTORY ligature DESTINATION include FILES_MATCHING PATTERN "*.h"
+  PATTERN "pch.h" EXCLUDE PATTERN "backend" EXCLUDE)
+install(EXPORT LigatureTargets NAMESPACE Ligature:: DESTINATION ${package_dir})
+
+configure_package_config_file(cmake/LigatureConfig.cmake.in LigatureConfig.cmake
+  INSTALL_DESTINATION ${package_dir} NO_CHECK_REQUIRED_COMPONENTS_MACRO)
+write_basic_package_version_file(LigatureConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+export(EXPORT LigatureTargets NAMESPACE Ligature:: FILE LigatureTargets.cmake)
+configure_file(cmake/LigatureTorch.cmake LigatureTorch.cmake COPYONLY)
+install(FILES ${PROJECT_BINARY_DIR}/LigatureConfig.cmake
+  ${PROJECT_BINARY_DIR}/LigatureConfigVersion.cmake cmake/LigatureTorch.cmake
+  DESTINATION ${package_dir})

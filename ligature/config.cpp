@@ -1,0 +1,193 @@
+// Everything here is asked for, not known by heart: compiled-in facts come from the build system
+// and the compiler's macros, the rest from torch and the processor at run time.
+#include "ligature/config.h"
+
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <sstream>
+#include <string_view>
+
+#include "ligature/backend/cpu/vector_math.h"
+#include "ligature/ops/prepare.h"
+#include "ligature/version.h"
+
+#define LIGATURE_TEXT_OF_EXPANDED(...) #__VA_ARGS__
+#define LIGATURE_TEXT_OF(...) LIGATURE_TEXT_OF_EXPANDED(__VA_ARGS__)
+
+namespace ligature {
+namespace {
+
+std::string compiler() {
+#if defined(__clang__)
+  return std::string("Clang ") + __clang_version__;
+#elif defined(__GNUC__)
+  return std::string("GCC ") + __VERSION__;
+#else
+  return "unknown";
+#endif
+}
+
+BuildConfig build_config() {
+  return {LIGATURE_BUILD_TYPE, compiler(), LIGATURE_CXX_FLAGS, __cplusplus / 100 % 100};
+}
+
+TorchConfig torch_config() {
+  const uint64_t loaded = aoti_torch_abi_version();
+  std::ostringstream running;
+  running << (loaded >> 56 & 0xff) << '.' << (loaded >> 48 & 0xff) << '.' << (loaded >> 40 & 0xff);
+  return {TORCH_VERSION, running.str()};
+}
+
+CudaConfig cuda_config() {
+  constexpr std::string_view why_not = LIGATURE_WHY_NOT_CUDA;
+  return {why_not.empty(), c10::impl::hasDeviceGuardImpl(at::kCUDA), std::string(why_not)};
+}
+
+// The kernels' attribute names the processors they are compiled for; the loader takes the first
+// that fits.
+std::string kernel_code() {
+  constexpr std::string_view clones = LIGATURE_TEXT_OF(LIGATURE_SIMD);
+  static_assert(clones.empty() || clones.find(R"(("arch=x86-64-v3", "default"))") != clones.npos,
+                "teach kernel_code() the processors that LIGATURE_SIMD names");
+#if defined(__x86_64__)
+  return !clones.empty() && __builtin_cpu_supports("x86-64-v3") ? "x86-64-v3" : "x86-64";
+#else
+  return "the compiler's default";
+#endif
+}
+
+CpuConfig cpu_config() {
+  CpuConfig cpu;
+#if defined(__x86_64__)
+  cpu.avx2 = __builtin_cpu_supports("avx2");
+  cpu.avx512 = __builtin_cpu_supports("avx512f");
+#endif
+  cpu.torch = at::get_cpu_capability();
+  cpu.ligature = kernel_code();
+  cpu.threads = at::get_num_threads();
+  return cpu;
+}
+
+struct Accelerator {
+  at::DeviceType type = at::kCPU;
+  int64_t count = 0;
+};
+
+Accelerator accelerator() {
+  const auto type = at::getAccelerator();
+  return type ? Accelerator{*type, at::accelerator::deviceCount()} : Accelerator{};
+}
+
+std::vector<Availability> backend_list(const CudaConfig& cuda, const Accelerator& accelerator) {
+  std::vector<Availability> list = {
+      {"cpu", true, "kernels for CPU tensors"},
+      {"aten", true, "matrix products and dropout, and all kernels where no other backend serves"}};
+  const bool has_device = accelerator.type == at::kCUDA && accelerator.count > 0;
+  if (!cuda.built) {
+    list.push_back({"cuda", false, cuda.reason});
+  } else if (!cuda.torch) {
+    list.push_back({"cuda", false, "torch's CUDA libraries are not loaded"});
+  } else if (!has_device) {
+    list.push_back({"cuda", false, "there is no CUDA device"});
+  } else {
+    list.push_back({"cuda", true, "kernels for CUDA tensors"});
+  }
+  return list;
+}
+
+std::vector<DeviceConfig> device_list(const std::vector<Availability>& backends,
+                                      const Accelerator& accelerator) {
+  std::vector<DeviceConfig> list = {{"cpu", "cpu"}};
+  const bool own = std::any_of(backends.begin(), backends.end(), [&](const Availability& b) {
+    return b.available && b.name == at::DeviceTypeName(accelerator.type, /*lower_case=*/true);
+  });
+  for (int64_t i = 0; i < accelerator.count; ++i) {
+    const at::Device device(accelerator.type, static_cast<at::DeviceIndex>(i));
+    list.push_back({device.str(), own ? at::DeviceTypeName(accelerator.type, true) : "aten"});
+  }
+  return list;
+}
+
+// What operations accept as an input.
+std::vector<Availability> format_list() {
+  std::vector<Availability> list;
+  for (const auto& [dtype, name] : {std::pair{at::kDouble, "float64"},
+                                    {at::kFloat, "float32"},
+                                    {at::kHalf, "float16"},
+                                    {at::kBFloat16, "bfloat16"},
+                                    {at::kFloat8_e4m3fn, "float8_e4m3fn"},
+                                    {at::kFloat8_e5m2, "float8_e5m2"}}) {
+    ValueMeta meta;
+    meta.dtype = dtype;
+    try {
+      check_floating(name, meta);
+      list.push_back({name, true, ""});
+    } catch (const c10::Error&) {
+      list.push_back({name, false, "low precision: not in this version"});
+    }
+  }
+  return list;
+}
+
+void print_formats(std::ostream& out, const std::vector<Availability>& formats) {
+  out << "formats   ";
+  for (const auto& f : formats) {
+    if (f.available) out << ' ' << f.name;
+  }
+  for (const auto& f : formats) {
+    if (!f.available) out << "\n           no " << f.name << ": " << f.reason;
+  }
+  out << '\n';
+}
+
+}  // namespace
+
+Config config() {
+  Config c;
+  c.version = version();
+  c.build = build_config();
+  c.torch = torch_config();
+  c.cuda = cuda_config();
+  c.cpu = cpu_config();
+  const Accelerator found = accelerator();
+  c.backends = backend_list(c.cuda, found);
+  c.devices = device_list(c.backends, found);
+  c.formats = format_list();
+  return c;
+}
+
+std::string config_text() { return config_text(config()); }
+
+std::string config_text(const Config& c) {
+  std::ostringstream out;
+  out << "Ligature " << c.version << '\n'
+      << "build      " << c.build.type << ", " << c.build.compiler << ", C++"
+      << c.build.cxx_standard << ", " << c.build.flags << '\n'
+      << "torch      built for " << c.torch.built << ", running " << c.torch.running << '\n'
+      << "CUDA       " << (c.cuda.built ? "built" : "not built: " + c.cuda.reason)
+      << (c.cuda.torch ? "; torch with CUDA" : "; torch without CUDA") << '\n'
+      << "CPU        AVX2 " << (c.cpu.avx2 ? "yes" : "no") << ", AVX-512 "
+      << (c.cpu.avx512 ? "yes" : "no") << "; torch runs " << c.cpu.torch << " code, Ligature "
+      << c.cpu.ligature << " code, on " << c.cpu.threads
+      << (c.cpu.threads == 1 ? " thread\n" : " threads\n");
+  const char* head = "devices    ";
+  for (const auto& d : c.devices) {
+    out << head << d.device << " (" << d.backend << " backend)\n";
+    head = "           ";
+  }
+  head = "backends   ";
+  for (const auto& b : c.backends) {
+    out << head << (b.available ? "" : "no ") << b.name << ": " << b.reason << '\n';
+    head = "           ";
+  }
+  print_formats(out, c.formats);
+  return out.str();
+}
+
+}  // namespace ligature
