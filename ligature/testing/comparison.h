@@ -77,7 +77,7 @@ class Comparison {
 
   Values evaluate(const Forward& forward, const Data& data, const Choice& choice);
   /// How far the expected values move when what they are computed from moves by a rounding.
-  Values spread(const Values& expected, const Data& data, const Choice& choice);
+  Values spread(const Values& expected, const Data& data, const Choice& choice, int tries);
   std::vector<bool> changed_leaves(const Graph& graph, const Data& data) const;
   void restore_parameters() const;
   void compare_values(const std::string& where, const Values& actual, const Values& expected,

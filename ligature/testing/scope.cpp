@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/rand.h>
 
 #include "ligature/options.h"
@@ -24,7 +25,9 @@ CheckScope::~CheckScope() {
 }
 
 CheckOptions complete_options(CheckOptions options) {
-  if (!options.device) options.device = ParameterOptions().tensor_options().device();
+  // An empty tensor there knows the index of the device, which a name may leave out.
+  const at::Device device = options.device.value_or(ParameterOptions().tensor_options().device());
+  options.device = at::empty({0}, at::TensorOptions().device(device)).device();
   LIGATURE_CHECK(options.tolerance > 0, "tolerance must be positive, got ", options.tolerance);
   LIGATURE_CHECK(options.max_patterns > 0, "max_patterns must be positive, got 0");
   for (const Dtypes& dtypes : options.dtypes) {

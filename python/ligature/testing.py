@@ -2,9 +2,9 @@
 
 :func:`check_fusion` compares what a fusion makes with its basic operations run one by one;
 :func:`check_operation` compares an operation with a formula. Both also look for what a comparison
-of results does not show: outputs that share memory with inputs, arguments that are changed, state kept
-between calls, saved tensors that are forgotten or spoiled, gradients that are missing or of a wrong
-kind. They raise an ``AssertionError`` that names each case that failed, and return a
+of results does not show: outputs that share memory with inputs, arguments that are changed, state
+kept between calls, saved tensors that are forgotten or spoiled, gradients that are missing or of a
+wrong kind. They raise an ``AssertionError`` that names each case that failed, and return a
 :class:`Report` when all is well.
 """
 

@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "device.h"
+#include "ligature/fused/forward_linear_bias_activation.h"
 #include "ligature/ligature.h"
 #include "ligature/testing/testing.h"
 #include "testing_support.h"
@@ -314,6 +315,23 @@ TEST_F(TestingFusion, NarrowerNeedsInBackward) {
   };
   expect_failures(check(Pass::Joint, fault),
                   "need gradients, only that of input asked: gradient of input is missing");
+}
+
+TEST_F(TestingFusion, RoundingMayDecideAtAKink) {
+  // One rounding instead of two makes some sums positive that were negative, and their gradients
+  // come and go: not what a fusion is to be blamed for.
+  const auto make = [](at::ScalarType dtype, at::Device device) -> OpList {
+    LinearOptions options(32, 32);
+    options.dtype = dtype;
+    options.device = device;
+    return {Linear(options).ptr(), ReLU().ptr()};
+  };
+  CheckOptions options;
+  options.device = on_device().device();
+  options.dtypes = {at::kBFloat16, at::kHalf};
+  const Report report = check_fusion(forward_linear_bias_activation_rule(), Pass::Forward, make,
+                                     {{{512, 32}}}, options);
+  EXPECT_TRUE(report) << report.text();
 }
 
 TEST_F(TestingFusion, DoesNotFire) {
