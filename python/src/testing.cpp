@@ -186,10 +186,14 @@ Report python_check_operation(py::object make, py::object reference, const py::l
 }  // namespace
 
 void bind_testing(py::module_& m) {
-  py::class_<Report>(m, "Report")
-      .def_readonly("runs", &Report::runs)
-      .def_readonly("failures", &Report::failures)
-      .def("text", &Report::text)
+  py::class_<Report>(
+      m, "Report",
+      "What a check found. It is true when nothing is wrong and something was compared.")
+      .def_readonly("runs", &Report::runs, "How many cases were compared.")
+      .def_readonly("failures", &Report::failures,
+                    "Which case failed, what, and by how much: a list of texts.")
+      .def("text", &Report::text,
+           "For people: one line when all is well, else the failures, the first ones in full.")
       .def("__bool__", [](const Report& report) { return static_cast<bool>(report); })
       .def("__str__", &Report::text)
       .def("__repr__", [](const Report& report) {
