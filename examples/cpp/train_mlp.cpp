@@ -24,9 +24,7 @@ int main() {
     last = loss.item<double>();
     if (step == 0) first = last;
   }
-  for (const auto& step : mlp->fusers()[0]->plan()->forward) {
-    std::printf("forward step: %s\n", step.op->name().c_str());
-  }
+  std::printf("%s\n", mlp->explain().text().c_str());
   std::printf("loss %.4f -> %.4f\n", first, last);
   return last < 0.5 * first ? 0 : 1;
 }

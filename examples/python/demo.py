@@ -1,195 +1,378 @@
 """Trains one small language model twice, in plain PyTorch and with Ligature, and compares.
 
-The text is the project's LICENSE, the model a transformer that predicts its next character. Both
-runs start from the same parameters and see the same batches, so their losses must agree.
+The text is examples/data/joined_letters.txt, the model a transformer that predicts its next letter.
+Both start from the same parameters and see the same batches, so their losses must agree. They take
+turns, so that their times can be compared. At the end stands a report, one HTML page.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import platform
+import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from progress import Progress
+from report import Result, Run, html_report
 from torch import nn
+from transformer import Model, make_pair
 
 import ligature as te
 
-TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = ROOT / "examples" / "data" / "joined_letters.txt"
+PROMPT = "The printer "
+CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 64, 96, 4, 2, 8
+LEARNING_RATE = 1.5e-3
+TURN = 10  # steps that one model makes before it is the other's turn
+# How far rounding may drive the losses apart, early and later: differences grow as a model learns.
+TOLERANCES = {
+    torch.float32: (1e-4, 0.01),
+    torch.bfloat16: (0.02, 0.3),
+    torch.float16: (0.02, 0.3),
+}
 
 
-class TorchBlock(nn.Module):
-    """Attention and MLP, each behind a norm and around a residual."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 3 * width))
-        self.proj = nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width)
-        self.fc1 = nn.Linear(width, 8 * width)
-        self.fc2 = nn.Linear(4 * width, width)
-
-    def attend(self, qkv: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = qkv.shape
-        q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return y.transpose(1, 2).reshape(batch, length, -1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.proj(self.attend(self.qkv(x)))
-        gate, linear = self.fc1(self.norm(x)).chunk(2, dim=-1)
-        return x + self.fc2(nn.functional.silu(gate) * linear)
+# -- options
 
 
-class LigatureBlock(TorchBlock):
-    """The same block; its parameters are those of the plain one, run by fusers."""
+def whole(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"wanted a whole number from {least} to {most}, got {text!r}"
+            )
+        return int(text)
 
-    def __init__(self, width: int, heads: int, recompute: str) -> None:
-        nn.Module.__init__(self)
-        self.heads = heads
-        start, end = te.ops.MakeExtraOutput(), te.ops.AddExtraInput()
-        start.set_extra_output_channel(0, "residual", output_to_caller=False)
-        end.set_extra_input_channel(0, "residual")
-        self.qkv = te.ops.Sequential(te.ops.LayerNorm(width), te.ops.Linear(width, 3 * width))
-        self.proj = te.ops.Sequential(te.ops.Linear(width, width), te.ops.AddExtraInput())
-        self.mlp = te.ops.Sequential(
-            start,
-            te.ops.LayerNorm(width),
-            te.ops.Linear(width, 8 * width),
-            te.ops.SwiGLU(),
-            te.ops.Linear(4 * width, width),
-            end,
-            recompute=recompute,
+    return parse
+
+
+def device(text: str) -> torch.device:
+    try:
+        value = torch.device(text)
+    except RuntimeError:
+        value = torch.device("meta")
+    if value.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"wanted cpu, cuda or cuda:N, got {text!r}")
+    if value.type == "cuda" and (value.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise argparse.ArgumentTypeError(f"torch sees {count} CUDA devices here, got {text!r}")
+    return value
+
+
+def recipe(text: str) -> str:
+    if text != "none":
+        raise argparse.ArgumentTypeError(
+            f"low-precision recipes are not in this version; wanted none, got {text!r}"
         )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.proj(self.attend(self.qkv(x)), x))
+    return text
 
 
-class Model(nn.Module):
-    def __init__(self, vocabulary: int, context: int, width: int, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.position = nn.Parameter(torch.zeros(context, width))
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.position
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+def report_path(text: str) -> Path:
+    path = Path(text).absolute()
+    reason = "it is a folder" if path.is_dir() else ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            reason = "no permission"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason:
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: {reason}")
+    return path
 
 
-def saved_bytes(step: Callable[[], torch.Tensor]) -> int:
-    """What autograd keeps between forward and backward, each storage counted once."""
-    seen: dict[int, int] = {}
+def options(arguments: list[str] | None) -> argparse.Namespace:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], prog="demo.py")
+    add = parser.add_argument
+    add("--device", type=device, default=default, help=f"cpu or cuda; default {default}")
+    add("--steps", type=whole(1, 10**6), default=2000, help="default %(default)s")
+    add(
+        "--dtype",
+        default="float32",
+        choices=["float32", "bfloat16", "float16"],
+        help="the two short ones under torch.autocast; float16 on a GPU only",
+    )
+    add("--recompute", default="none", choices=["none", "cheap"], help="instead of saving")
+    add("--recipe", type=recipe, default="none", metavar="none", help="low-precision recipe")
+    add(
+        "--seed",
+        type=whole(0, 2**32 - 1),
+        default=0,
+        help="of parameters, batches and samples; default 0",
+    )
+    add("--report", type=report_path, default=str(ROOT / "build" / "report.html"), metavar="PATH")
+    add("--no-report", dest="report", action="store_const", const=None)
+    add("--quiet", action="store_true", help="print the result only")
+    args = parser.parse_args(arguments)
+    args.dtype = getattr(torch, args.dtype)
+    if args.dtype is torch.float16 and args.device.type == "cpu":
+        parser.error("argument --dtype: float16 is for GPUs; on the CPU use float32 or bfloat16")
+    return args
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        step()
-    return sum(seen.values())
+# -- training
+
+
+class Trainer:
+    """A model with its optimizer, and what it has done so far."""
+
+    def __init__(self, name: str, model: Model, args: argparse.Namespace) -> None:
+        self.run = Run(name)
+        self.model = model
+        self.steps = args.steps
+        self.autocast = lambda: torch.autocast(
+            args.device.type, dtype=args.dtype, enabled=args.dtype is not torch.float32
+        )
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LEARNING_RATE, eps=1e-6, fused=True
+        )
+        self.scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype is torch.float16)
+        self.saved = 0
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        with self.autocast():
+            logits = self.model(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    def step(self, tokens: torch.Tensor) -> None:
+        start = time.perf_counter()
+        done = len(self.run.losses) / self.steps
+        for group in self.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, 0.05 + 20 * done) * (1 - 0.9 * done)
+        self.optimizer.zero_grad()
+        loss = self.loss(tokens)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.run.losses.append(loss.item())  # waits for the device
+        self.run.seconds.append(time.perf_counter() - start)
+
+    @property
+    def milliseconds(self) -> float:
+        return 1e3 * statistics.median(self.run.seconds)
 
 
 def train(
-    name: str, model: nn.Module, batches: list[torch.Tensor]
-) -> tuple[list[float], float, int]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-
-    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
-        logits = model(tokens[:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-    kept = saved_bytes(lambda: loss_of(batches[0]))
-    losses: list[float] = []
-    times: list[float] = []
-    for i, tokens in enumerate(batches):
-        start = time.perf_counter()
-        loss = loss_of(tokens)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        times.append(time.perf_counter() - start)
-        done = (i + 1) * 30 // len(batches)
-        bar = "█" * done + "░" * (30 - done)
-        end = "\r" if sys.stdout.isatty() else ""
-        if end or i + 1 == len(batches):
-            print(f"{name:>9} {bar} step {i + 1:4d}  loss {losses[-1]:.4f}", end=end, flush=True)
-            if not end:
-                print()
-    if sys.stdout.isatty():
-        print()
-    return losses, sorted(times)[len(times) // 2], kept
+    trainers: list[Trainer],
+    batch: Callable[[torch.Tensor], torch.Tensor],
+    starts: torch.Tensor,
+    progress: Progress,
+) -> None:
+    """``starts`` says for each step where its batch begins in the text."""
+    for turn, part in enumerate(starts.split(TURN)):
+        # Who begins changes from turn to turn.
+        for trainer in trainers[:: -1 if turn % 2 else 1]:
+            for places in part:
+                trainer.step(batch(places))
+        progress.show(
+            len(trainers[0].run.losses),
+            [trainer.run.losses[-1] for trainer in trainers],
+            [trainer.milliseconds for trainer in trainers],
+        )
 
 
-def plan_text(fuser: te.ops.OperationFuser) -> str:
-    lines = []
-    for title, steps in (("forward", fuser._forward_ops), ("backward", fuser._backward_ops)):
-        parts = []
-        for op, indices in steps or []:
-            covered = "+".join(type(fuser._basic_ops[i]).__name__ for i in indices)
-            parts.append(covered if len(indices) == 1 else f"{type(op).__name__}({covered})")
-        lines.append(f"  {title:>8}: " + " → ".join(parts))
-    return "\n".join(lines)
+# -- measuring
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--recompute", default="none", choices=["none", "cheap"])
-    args = parser.parse_args()
-    context, width, heads, layers, batch = 64, 96, 4, 2, 8
+def saved_bytes(run: Callable[[], torch.Tensor], besides: list[torch.Tensor]) -> int:
+    """What autograd keeps between forward and backward, each storage counted once."""
+    sizes: dict[int, int] = {}
 
-    text = TEXT.read_text()
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    for tensor in besides:
+        sizes.pop(tensor.untyped_storage().data_ptr(), None)
+    del result
+    return sum(sizes.values())
+
+
+def mlp_figures(trainers: list[Trainer], seconds: float) -> tuple[list[float], list[int]]:
+    """Milliseconds of forward and backward, and bytes saved, of each model's first MLP alone."""
+    x = torch.randn(BATCH, CONTEXT, WIDTH, requires_grad=True)
+    grad = torch.randn(BATCH, CONTEXT, WIDTH)
+    times: list[list[float]] = [[] for _ in trainers]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 5:
+        for trainer, result in zip(trainers, times, strict=True):
+            mlp = trainer.model.blocks[0].mlp
+            mlp.zero_grad()
+            x.grad = None
+            start = time.perf_counter()
+            with trainer.autocast():
+                y = mlp(x)
+            y.backward(grad.to(y.dtype))
+            if x.is_cuda:
+                torch.cuda.synchronize(x.device)
+            result.append(1e3 * (time.perf_counter() - start))
+    saved = []
+    for trainer in trainers:
+        mlp = trainer.model.blocks[0].mlp
+        with trainer.autocast():
+            saved.append(saved_bytes(lambda mlp=mlp: mlp(x), [x, *mlp.parameters()]))
+    return [statistics.median(result) for result in times], saved
+
+
+@torch.no_grad()
+def continued(trainer: Trainer, letters: list[str], seed: int, length: int = 320) -> str:
+    """What the model writes after the prompt, with the same luck for every model."""
+    random = torch.Generator("cpu").manual_seed(seed)
+    tokens = [letters.index(letter) for letter in PROMPT]
+    for _ in range(length):
+        logits = trainer.model(torch.tensor([tokens[-CONTEXT:]]))[0, -1]
+        chances = (logits.double().cpu() / 0.5).softmax(-1)
+        luck = torch.rand((), dtype=torch.float64, generator=random, device="cpu")
+        tokens.append(min(int((chances.cumsum(-1) < luck).sum()), len(letters) - 1))
+    return "".join(letters[token] for token in tokens[len(PROMPT) :])
+
+
+def machine(where: torch.device) -> str:
+    if where.type == "cuda":
+        return torch.cuda.get_device_name(where)
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
+        for line in info:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def describe(args: argparse.Namespace, model: Model, letters: int) -> dict[str, str]:
+    count = sum(p.numel() for p in model.parameters())
+    dtype = str(args.dtype).removeprefix("torch.")
+    threads = torch.get_num_threads()
+    return {
+        "machine": f"{machine(args.device)}, {args.device}, {threads} thread{'s' * (threads > 1)}",
+        "software": f"Ligature {te.__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
+        "numbers": dtype if args.dtype is torch.float32 else f"{dtype} under torch.autocast",
+        "model": f"{LAYERS} blocks, width {WIDTH}, {HEADS} heads, {count:,} parameters",
+        "batches": f"{args.steps:,} of {BATCH} x {CONTEXT} letters",
+        "text": f"{TEXT.name}, {letters:,} letters",
+        "recompute": args.recompute,
+        "recipe": args.recipe,
+        "seed": str(args.seed),
+    }
+
+
+# -- telling
+
+
+def size(count: float) -> str:
+    return f"{count / 2**20:.2f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+def figures(trainers: list[Trainer], mlp_ms: list[float], mlp_saved: list[int]) -> list[Any]:
+    """What, of PyTorch, of Ligature, and the ratio, ready to be printed."""
+    losses = [statistics.fmean(t.run.losses[-50:]) for t in trainers]
+    rows = [
+        ("loss, last 50 steps", losses, lambda value: f"{value:.4f}"),
+        ("step of the model", [t.milliseconds for t in trainers], lambda ms: f"{ms:.2f} ms"),
+        ("step of one MLP", mlp_ms, lambda ms: f"{ms:.3f} ms"),
+        ("saved by the model", [t.saved for t in trainers], size),
+        ("saved by one MLP", mlp_saved, size),
+    ]
+    return [(what, form(a), form(b), f"{b / a:.2f}") for what, (a, b), form in rows]
+
+
+def print_losses(result: Result) -> None:
+    a, b = result.runs
+    steps = len(a.losses)
+    print(f"\nLosses\n\n{'step':>8}{a.name:>12}{b.name:>12}{'difference':>14}")
+    for i in sorted({1, *(round(steps * k / 6) for k in range(1, 7))} - {0}):
+        row = f"{a.losses[i - 1]:>12.4f}{b.losses[i - 1]:>12.4f}"
+        print(f"{i:>8}{row}{result.differences[i - 1]:>14.1e}")
+
+
+def print_figures(result: Result) -> None:
+    a, b = result.runs
+    print(f"\nFigures\n\n  {'':<26}{a.name:>12}{b.name:>12}{'ratio':>8}")
+    for what, plain, fused, ratio in result.figures:
+        print(f"  {what:<26}{plain:>12}{fused:>12}{ratio:>8}")
+    print(f"\n  fusions that fired: {', '.join(result.explanation.fusions) or 'none'}")
+
+
+def indented(text: str) -> str:
+    return textwrap.fill(text, 76, initial_indent="    ", subsequent_indent="    ")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = options(arguments)
+    say: Callable[..., None] = (lambda *text: None) if args.quiet else print
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")
+    torch.manual_seed(args.seed)
+    text = TEXT.read_text(encoding="utf-8")
     letters = sorted(set(text))
     data = torch.tensor([letters.index(letter) for letter in text])
-    torch.manual_seed(0)
-    starts = torch.randint(len(data) - context - 1, (args.steps, batch))
-    batches = [torch.stack([data[s : s + context + 1] for s in row]) for row in starts]
-    batches = [tokens.to(args.device) for tokens in batches]
+    starts = torch.randint(len(data) - CONTEXT, (args.steps, BATCH))
 
     torch.set_default_device(args.device)
-    plain = Model(len(letters), context, width, [TorchBlock(width, heads) for _ in range(layers)])
-    fused = Model(
-        len(letters),
-        context,
-        width,
-        [LigatureBlock(width, heads, args.recompute) for _ in range(layers)],
-    )
-    with torch.no_grad():
-        for to, source in zip(fused.parameters(), plain.parameters(), strict=True):
-            to.copy_(source)
-    count = sum(p.numel() for p in plain.parameters())
-    print(
-        f"{count:,} parameters, {args.steps} steps of {batch} x {context} characters, {args.device}"
-    )
+    data, starts, window = data.to(args.device), starts.to(args.device), torch.arange(CONTEXT + 1)
 
-    torch_run = train("PyTorch", plain, batches)
-    ligature_run = train("Ligature", fused, batches)
-    print("\nThe plan of the first MLP:")
-    print(plan_text(fused.blocks[0].mlp._module_groups[0]))
+    def batch(places: torch.Tensor) -> torch.Tensor:
+        return data[places[:, None] + window]
 
-    print(f"\n{'':>9}  {'first loss':>10}  {'last loss':>10}  {'ms/step':>8}  {'saved KiB':>9}")
-    for name, (losses, seconds, kept) in (("PyTorch", torch_run), ("Ligature", ligature_run)):
-        row = f"{losses[0]:>10.4f}  {losses[-1]:>10.4f}  {1e3 * seconds:>8.2f}  {kept / 1024:>9.0f}"
-        print(f"{name:>9}  {row}")
-    difference = max(abs(a - b) for a, b in zip(torch_run[0], ligature_run[0], strict=True))
-    print(f"\nlargest difference of the losses: {difference:.2e}")
-    if difference > 0.05:
-        print("The two runs disagree.")
-        return 1
-    print("The two runs agree.")
-    return 0
+    models = make_pair(len(letters), CONTEXT, WIDTH, HEADS, LAYERS, args.recompute)
+    trainers = [
+        Trainer(name, model, args)
+        for name, model in zip(("PyTorch", "Ligature"), models, strict=True)
+    ]
+    environment = describe(args, models[0], len(text))
+    say("One model, trained twice: in plain PyTorch and with Ligature.\n")
+    for name, value in environment.items():
+        say(f"  {name:<10} {value}")
+
+    tokens = batch(starts[0])
+    for trainer in trainers:
+        besides = [tokens, *trainer.model.parameters(), *trainer.model.buffers()]
+        trainer.saved = saved_bytes(lambda t=trainer: t.loss(tokens), besides)
+    explanation = models[1].blocks[0].mlp.explain()
+    say(f"\nThe plan of one MLP\n\n{str(explanation).rstrip()}\n")
+
+    say("Training, PyTorch | Ligature")
+    progress = Progress(args.steps, args.quiet)
+    try:
+        train(trainers, batch, starts, progress)
+    finally:
+        progress.close()
+    table = figures(trainers, *mlp_figures(trainers, seconds=min(2.0, args.steps / 50)))
+    for trainer in trainers:
+        trainer.run.sample = continued(trainer, letters, args.seed)
+    runs = trainers[0].run, trainers[1].run
+    result = Result(runs, TOLERANCES[args.dtype], table, explanation, PROMPT, environment)
+
+    if not args.quiet:
+        print_losses(result)
+        print_figures(result)
+        print(f"\nWhat they write after {PROMPT!r}\n")
+        for run in runs:
+            print(f"  {run.name}\n{indented(PROMPT + run.sample)}")
+        print(f"\n  {result.samples_alike}\n")
+    print(result.verdict)
+    if args.report is not None:
+        args.report.write_text(html_report(result), encoding="utf-8")
+        print(f"Report: {args.report}")
+    return 0 if result.agree else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
