@@ -14,6 +14,7 @@
 #include <string_view>
 
 #include "ligature/backend/cpu/vector_math.h"
+#include "ligature/kernels/log.h"
 #include "ligature/ops/prepare.h"
 #include "ligature/version.h"
 
@@ -101,15 +102,11 @@ std::vector<Availability> backend_list(const CudaConfig& cuda, const Accelerator
   return list;
 }
 
-std::vector<DeviceConfig> device_list(const std::vector<Availability>& backends,
-                                      const Accelerator& accelerator) {
-  std::vector<DeviceConfig> list = {{"cpu", "cpu"}};
-  const bool own = std::any_of(backends.begin(), backends.end(), [&](const Availability& b) {
-    return b.available && b.name == at::DeviceTypeName(accelerator.type, /*lower_case=*/true);
-  });
+std::vector<DeviceConfig> device_list(const Accelerator& accelerator) {
+  std::vector<DeviceConfig> list = {{"cpu", kernels::backend_name(at::kCPU)}};
   for (int64_t i = 0; i < accelerator.count; ++i) {
     const at::Device device(accelerator.type, static_cast<at::DeviceIndex>(i));
-    list.push_back({device.str(), own ? at::DeviceTypeName(accelerator.type, true) : "aten"});
+    list.push_back({device.str(), kernels::backend_name(accelerator.type)});
   }
   return list;
 }
@@ -157,7 +154,7 @@ Config config() {
   c.cpu = cpu_config();
   const Accelerator found = accelerator();
   c.backends = backend_list(c.cuda, found);
-  c.devices = device_list(c.backends, found);
+  c.devices = device_list(found);
   c.formats = format_list();
   return c;
 }
