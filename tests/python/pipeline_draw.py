@@ -54,7 +54,7 @@ class Draw:
         options = options or {}
         op = Op(kind, options, **given)
         if "dtype" in options and not kind.startswith("torch."):
-            names = ("weight", "bias", "scale")
+            names = ("scale",) if kind == "ClassicScale" else ("weight", "bias")
             op = replace(op, frozen=self.some(names, 25) if self.chance(50) else ())
         if self.hooked and self.chance(30):
             hooks = HOOKS if not options.get("in_place") else HOOKS[:2]
@@ -68,7 +68,7 @@ class Draw:
         return dtype if dtype == "float64" else self.autocast or dtype
 
     def parameter_dtype(self) -> str:
-        return self.pick(self.dtypes) if self.mixed else self.dtype
+        return self.pick(self.dtypes)
 
     def one(self) -> Op:
         wide = self.shape[-1]

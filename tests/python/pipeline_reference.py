@@ -195,8 +195,8 @@ class PipelineReference(Reference):
         return self.dtype
 
     def _apply(self, module: torch.nn.Module, x: Tensor) -> Tensor:
-        if isinstance(module, torch.nn.Tanh):
-            return x.tanh()
+        if isinstance(module, torch.nn.Softsign):
+            return x / (1 + x.abs())
         if isinstance(module, (torch.nn.Identity, torch.nn.Dropout)):
             return x
         if self.rounding is None:
@@ -214,8 +214,11 @@ class PipelineReference(Reference):
         if isinstance(module, _NORMS):
             given = {"eps": module.eps, "zero_centered_gamma": module.zero_centered_gamma}
             if isinstance(module, te.ops.RMSNorm):
-                return rms_norm(x, weight, rounded=rounded, **given)
-            return layer_norm(x, weight, bias, rounded=rounded, **given)
+                y = rms_norm(x, weight, rounded=rounded, **given)
+            else:
+                y = layer_norm(x, weight, bias, rounded=rounded, **given)
+            # Backward takes the gradient in the input's dtype, whatever autocast made the output.
+            return y if self._cast(self.dtype) == self.dtype else self.rounding(y, self.dtype)
         return super()._apply(module, x)
 
     def _taken(self, module: torch.nn.Module, x: Tensor) -> Tensor:

@@ -205,13 +205,13 @@ class _Maker(Draw):
         return op
 
     def torch_module(self) -> Op:
-        kind = self.pick(("torch.Linear", "torch.Tanh", "torch.Identity", "torch.Dropout"))
+        kind = self.pick(("torch.Linear", "torch.Softsign", "torch.Identity", "torch.Dropout"))
         if kind == "torch.Linear":
             size = self.pick(SIZES)
             options = {"in_features": self.shape[-1], "out_features": size, "dtype": self.dtype}
             self.shape = (*self.shape[:-1], size)
             return self.op(kind, options)
-        if kind == "torch.Tanh":
+        if kind == "torch.Softsign":
             self.degree = 1
         return self.op(kind, {"p": 0.0} if kind == "torch.Dropout" else {})
 
