@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import ligature
+
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = Path(torch.__file__).parent
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -107,10 +109,11 @@ def write_tiny_project(folder: Path, version: str = "") -> Path:
 
 def configure(project: Path, prefix_path: str | Path, *options: str) -> str:
     """Configures a project that knows nothing but where Ligature is."""
+    compiler = cache_entry(Path(ligature.cmake_prefix_path), "CMAKE_CXX_COMPILER")
     generator = "Ninja" if shutil.which("ninja", path=TOOLS) else "Unix Makefiles"
     return run(
         *(tool("cmake"), "-S", ".", "-B", "build", "-G", generator),
-        *(f"-DCMAKE_PREFIX_PATH={prefix_path}", *options),
+        *(f"-DCMAKE_CXX_COMPILER={compiler}", f"-DCMAKE_PREFIX_PATH={prefix_path}", *options),
         cwd=project,
     )
 

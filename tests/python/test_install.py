@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -70,6 +71,22 @@ def prefix(build_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def trained(
+    prefix: Path, package: Path, environment: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[str]]:
+    """What the example project prints when it is built against each; both at once, to save time."""
+
+    def train(installed: Path) -> list[str]:
+        project = tmp_path_factory.mktemp("example") / "project"
+        shutil.copytree(ROOT / "examples" / "cpp_project", project)
+        configure(project, installed, f"-DPython3_EXECUTABLE={environment}")
+        return build_and_run(project, "train_mlp").splitlines()
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(["prefix", "package"], pool.map(train, [prefix, package]), strict=True))
+
+
 @pytest.fixture(params=["prefix", "package"])
 def installed(request: pytest.FixtureRequest) -> Path:
     """Both layouts hold the same: lib, include and share."""
@@ -125,6 +142,16 @@ def test_no_file_knows_this_machine(installed: Path) -> None:
             if file.suffix == ".so":
                 assert b"site-packages" not in data, file
                 assert b".debug_info" not in data, file
+
+
+def test_libraries_look_beside_themselves(installed: Path) -> None:
+    for library in installed.rglob("*.so"):
+        entries = run(tool("readelf"), "-dW", library, cwd=installed)
+        (paths,) = re.findall(r"RUNPATH.*\[(.*)\]", entries)
+        assert all(path.startswith("$ORIGIN") for path in paths.split(":")), paths
+        # With these alone, it loads beside a torch with and a torch without CUDA.
+        torch_libraries = set(re.findall(r"NEEDED.*\[(lib(?:torch|c10).*)\]", entries))
+        assert torch_libraries <= {"libtorch_cpu.so", "libc10.so", "libtorch_python.so"}
 
 
 def test_headers_need_only_installed_headers(installed: Path) -> None:
@@ -196,13 +223,9 @@ except ImportError as error:
     assert "ligature is not built" in run(sys.executable, "-c", script, cwd=tmp_path)
 
 
-def test_example_project_builds_and_trains(
-    installed: Path, environment: Path, tmp_path: Path
-) -> None:
-    project = tmp_path / "project"
-    shutil.copytree(ROOT / "examples" / "cpp_project", project)
-    configure(project, installed, f"-DPython3_EXECUTABLE={environment}")
-    lines = build_and_run(project, "train_mlp").splitlines()
+@pytest.mark.parametrize("where", ["prefix", "package"])
+def test_example_project_builds_and_trains(trained: dict[str, list[str]], where: str) -> None:
+    lines = trained[where]
     assert lines[0] == f"Ligature {VERSION}"
     steps = [line.split() for line in lines if line.startswith(("forward", "backward"))]
     assert ["forward", "ForwardLinearBiasActivation"] in steps
