@@ -102,16 +102,33 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
         choices=["float32", "bfloat16", "float16"],
         help="the two short ones under torch.autocast; float16 on a GPU only",
     )
-    add("--recompute", default="none", choices=["none", "cheap"], help="instead of saving")
-    add("--recipe", type=recipe, default="none", metavar="none", help="low-precision recipe")
+    add(
+        "--recompute",
+        default="none",
+        choices=["none", "cheap"],
+        help="what backward may compute again instead of saving it; default none",
+    )
+    add(
+        "--recipe",
+        type=recipe,
+        default="none",
+        metavar="none",
+        help="none: low-precision recipes are not in this version",
+    )
     add(
         "--seed",
         type=whole(0, 2**32 - 1),
         default=0,
         help="of parameters, batches and samples; default 0",
     )
-    add("--report", type=report_path, default=str(ROOT / "build" / "report.html"), metavar="PATH")
-    add("--no-report", dest="report", action="store_const", const=None)
+    add(
+        "--report",
+        type=report_path,
+        default=str(ROOT / "build" / "report.html"),
+        metavar="PATH",
+        help="where the page goes; default build/report.html",
+    )
+    add("--no-report", dest="report", action="store_const", const=None, help="write none")
     add("--quiet", action="store_true", help="print the result only")
     args = parser.parse_args(arguments)
     args.dtype = getattr(torch, args.dtype)
