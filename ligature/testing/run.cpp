@@ -6,6 +6,7 @@
 
 #include <mutex>
 
+#include "ligature/fuser/builtin_scope.h"
 #include "ligature/testing/compare.h"
 
 namespace ligature::testing {
@@ -183,6 +184,7 @@ Graph run_plan(Plans& plans, const Subject& subject, const Data& data, Needs nee
   auto plan = plans.get(grads.first_backward_op);
   LIGATURE_CHECK_STATE(plan != nullptr, "the fusion does not fire: ", plans.reason());
   seed_device(data.input.device(), seed);
+  prepared.call.autocast_dtype = autocast_dtype(prepared.call.input.device());
   prepared.graph.outputs = execute(plan, std::move(prepared.call), grads);
   return std::move(prepared.graph);
 }
