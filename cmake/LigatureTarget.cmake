@@ -1,16 +1,13 @@
 # ligature_target(<target>): how all of Ligature's own code is compiled.
 
 # __FILE__, in torch's messages, starts at the source tree or at torch's headers: what is built is the
-# same wherever it is built. The last option that fits counts. ccache hands the compiler paths below
-# the source tree as relative ones.
+# same wherever it is built. The last option that fits counts. The relative paths are those that
+# ccache hands to the compiler.
 set(LIGATURE_FILE_NAMES "")
 foreach(dir IN ITEMS ${PROJECT_SOURCE_DIR} ${LIGATURE_TORCH_ROOT}/include)
-  cmake_path(IS_PREFIX PROJECT_SOURCE_DIR ${dir} in_tree)
-  if(in_tree AND CMAKE_CXX_COMPILER_LAUNCHER MATCHES "CCACHE_BASEDIR")
-    file(RELATIVE_PATH dir ${PROJECT_BINARY_DIR} ${dir})
-  endif()
-  string(REGEX REPLACE "/$" "" dir ${dir})
-  list(APPEND LIGATURE_FILE_NAMES -fmacro-prefix-map=${dir}/=)
+  file(RELATIVE_PATH relative ${PROJECT_BINARY_DIR} ${dir})
+  string(REGEX REPLACE "/$" "" relative ${relative})
+  list(APPEND LIGATURE_FILE_NAMES -fmacro-prefix-map=${dir}/= -fmacro-prefix-map=${relative}/=)
 endforeach()
 
 function(ligature_target target)
