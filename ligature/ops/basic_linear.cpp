@@ -143,7 +143,7 @@ LinearGrads BasicLinearImpl::backward(const LinearBwdArgs& args, const Operation
   const Tensor& weight =
       ctx.parameter_references.empty() ? this->weight() : ctx.parameter_references[0];
   MainGrad main = main_grad_;
-  if (!main.buffer.defined() && weight.is_meta()) {
+  if (!main.buffer.defined() && args.dy.is_meta()) {
     main.buffer = at::empty_like(weight);  // nothing is computed, so nothing is added up
   } else if (!main.buffer.defined() && main_grad_lookup()) {
     main = main_grad_lookup()(*this, weight);
