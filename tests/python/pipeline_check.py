@@ -176,9 +176,12 @@ class Check:
             run.outputs.append([tensor for tensor, _ in outputs])
             run.dtypes = [dtype for _, dtype in outputs]
             run.returned.append(returned)
+        self._check_size()
+        return run
+
+    def _check_size(self) -> None:
         if self.references[0].largest > LARGEST and "float16" in self._dtypes():
             raise TooLargeError
-        return run
 
     def _forward(self, run: Run) -> None:
         versions = {name: p._version for name, p in self.parameters.items()}
@@ -280,6 +283,7 @@ class Check:
             wide = [grads[k].double() for k in used]
             for outputs in run.outputs:
                 torch.autograd.backward([outputs[k] for k in used], wide, retain_graph=keep)
+        self._check_size()
         for k, item in enumerate(run.given):
             if item.grad == "none":
                 continue
@@ -317,6 +321,7 @@ class Check:
             )
             for at, outputs in enumerate(run.outputs)
         ]
+        self._check_size()
         for at, (name, leaf, _) in enumerate(asked):
             values = [results[at] for results in wanted]
             compare(f"gradient of {name}", got[at], values, leaf.dtype)
@@ -336,7 +341,7 @@ class Check:
             flows = sum(value.grad is not None for value in visits[0])
             low, high = times * flows, times * len(visits[0])
             assert low <= len(seen) <= high, f"{kind} hook ran {len(seen)} times, not {low}"
-            if len(seen) == 1 == flows == times and seen[0] is not None:
+            if len(seen) == 1 == flows == len(visits[0]) and seen[0] is not None:
                 wanted = [values[0].grad for values in visits]
                 compare(f"what a {kind} hook saw", seen[0], wanted, seen[0].dtype)
 

@@ -105,7 +105,7 @@ class PipelineReference(Reference):
         self.rounding = rounding
         self.exact = exact
         self.at_kinks: list[Tensor] = []
-        self.largest = 0.0
+        self.largest = 0.0  # of the values and gradients on the way
 
     def run(
         self, x: Tensor, dtype: torch.dtype, extra: Callable[..., Made]
@@ -123,10 +123,13 @@ class PipelineReference(Reference):
 
     def _rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if self.rounding is None:
-            if x.numel():
-                self.largest = max(self.largest, float(x.detach().abs().max()))
-            return x.clone()
+            return _Round.apply(x, self._measured)
         return self.rounding(x, dtype)
+
+    def _measured(self, value: Tensor) -> Tensor:
+        if value.numel():
+            self.largest = max(self.largest, float(value.abs().max()))
+        return value.clone()
 
     def _parameter(self, parameter: Tensor | None) -> Tensor | None:
         copy = super()._parameter(parameter)
