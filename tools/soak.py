@@ -44,24 +44,24 @@ def run_case(check: Any, case: Any, device: str) -> Counter[str]:
 
 
 def shrink(check: Any, data: Any, case: Any, device: str) -> Any:
-    """A smaller case that fails with an error of the same kind."""
+    """A smaller case in which the same thing differs, or the same error is raised."""
     end = time.monotonic() + SHRINK_SECONDS
 
-    def outcome(candidate: Any) -> type[BaseException] | None:
+    def outcome(candidate: Any) -> tuple[type, str] | None:
         try:
             run_case(check, candidate, device)
         except Exception as error:
-            return type(error)
+            return type(error), str(error).split(":")[0]
         return None
 
-    kind = outcome(case)
+    wanted = outcome(case)
     shrunk = True
     while shrunk:
         shrunk = False
         for candidate in data.smaller(case):
             if time.monotonic() > end:
                 return case
-            if outcome(candidate) is kind:
+            if outcome(candidate) == wanted:
                 case, shrunk = candidate, True
                 break
     return case
