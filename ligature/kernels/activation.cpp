@@ -88,6 +88,9 @@ ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        bool need_dscales, bool need_dbias) {
   const KernelScope scope("activation_backward");
   check_input(x, spec, scales);
+  LIGATURE_CHECK(dy.numel() * (is_gated(spec.kind) ? 2 : 1) == x.numel(), "[",
+                 activation_name(spec.kind), "] wanted a gradient for an input of shape ",
+                 x.sizes(), ", got one of shape ", dy.sizes());
   LIGATURE_CHECK(!need_dscales || scales.defined(), "[", activation_name(spec.kind),
                  "] wanted scales for their gradient, got none");
   if (x.is_meta()) return shapes::activation_backward(x, scales, need_dscales, need_dbias);

@@ -16,6 +16,11 @@ void check_sizes(const char* op, const Tensor& x, const Tensor& w) {
                  hidden, " elements, got shape ", x.sizes());
 }
 
+void check_gradient(const char* op, const Tensor& dy, const Tensor& x) {
+  LIGATURE_CHECK(dy.numel() == x.numel(), "[", op, "] wanted a gradient of shape ", x.sizes(),
+                 ", got ", dy.sizes());
+}
+
 }  // namespace
 
 NormForward layer_norm_forward(const Tensor& x, const Tensor& w, const Tensor& b, double eps,
@@ -59,6 +64,7 @@ NormBackward layer_norm_backward(const Tensor& dy, const Tensor& x, const Tensor
                                  const Tensor& add, bool need_dx, bool need_dw, bool need_db) {
   const KernelScope scope("layer_norm_backward");
   check_sizes("layer_norm_backward", x, w);
+  check_gradient("layer_norm_backward", dy, x);
   if (x.is_meta()) return shapes::norm_backward(x, w, need_dx, need_dw, need_db);
   return x.is_cpu() ? cpu::layer_norm_backward(dy, x, mean, rstd, w, zero_centered_gamma, add,
                                                need_dx, need_dw, need_db)
@@ -71,6 +77,7 @@ NormBackward rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& 
                                bool need_dx, bool need_dw) {
   const KernelScope scope("rms_norm_backward");
   check_sizes("rms_norm_backward", x, w);
+  check_gradient("rms_norm_backward", dy, x);
   if (x.is_meta()) return shapes::norm_backward(x, w, need_dx, need_dw, false);
   return x.is_cpu()
              ? cpu::rms_norm_backward(dy, x, rstd, w, zero_centered_gamma, add, need_dx, need_dw)
@@ -86,6 +93,7 @@ L2Forward l2_normalization_forward(const Tensor& x, double eps) {
 
 Tensor l2_normalization_backward(const Tensor& dy, const Tensor& x, const Tensor& rstd) {
   const KernelScope scope("l2_normalization_backward");
+  check_gradient("l2_normalization_backward", dy, x);
   if (x.is_meta()) return shapes::like(x);
   return x.is_cpu() ? cpu::l2_normalization_backward(dy, x, rstd)
                     : aten::l2_normalization_backward(dy, x, rstd);
