@@ -304,4 +304,13 @@ TEST(ActivationTest, BadArgumentsNameWantedAndGot) {
       << scales;
 }
 
+TEST(ActivationTest, WrongSizeOfTheGradientIsRefused) {
+  const Tensor x = at::ones({2, 4});
+  for (const ActivationKind kind : {ActivationKind::GELU, ActivationKind::SwiGLU}) {
+    EXPECT_THROW(kernels::activation_backward(at::ones({1, 3}), x, ActivationSpec{kind}),
+                 c10::ValueError)
+        << static_cast<int>(kind);
+  }
+}
+
 }  // namespace

@@ -245,4 +245,11 @@ TEST(NormTest, WrongSizeNamesWantedAndGot) {
   }
 }
 
+TEST(NormTest, WrongSizeOfTheGradientIsRefused) {
+  const Tensor x = at::ones({2, 4}), w = at::ones({4}), dy = at::ones({1, 4}), rows = at::ones({2});
+  EXPECT_THROW(kernels::layer_norm_backward(dy, x, rows, rows, w, false), c10::ValueError);
+  EXPECT_THROW(kernels::rms_norm_backward(dy, x, rows, w, false), c10::ValueError);
+  EXPECT_THROW(kernels::l2_normalization_backward(dy, x, rows), c10::ValueError);
+}
+
 }  // namespace
