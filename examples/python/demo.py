@@ -95,7 +95,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], prog="demo.py")
     add = parser.add_argument
     add("--device", type=device, default=default, help=f"cpu or cuda; default {default}")
-    add("--steps", type=whole(1, 10**6), default=2000, help="default %(default)s")
+    add("--steps", type=whole(1, 10**6), default=1200, help="default %(default)s")
     add(
         "--dtype",
         default="float32",
