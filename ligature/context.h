@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ligature/plain_state.h"
+#include "ligature/quantization/op_quantization.h"
 #include "ligature/value.h"
 
 namespace ligature {
@@ -47,6 +48,12 @@ class OperationContext {
   PlainState state;
   /// Parameters that backward needs by identity (their `main_grad`), not by value.
   std::vector<Tensor> parameter_references;
+  /// The quantizers that forward computed with; null in high precision.
+  OpQuantizationPtr quantization;
+  /// In which format the operation before takes the gradient of its output, our gradient's.
+  QuantizerPtr grad_input_quantizer;
+  Usage grad_input_usage;
+  Target grad_input_target() const { return {grad_input_quantizer.get(), grad_input_usage}; }
   /// What a language binding keeps with the context.
   std::shared_ptr<void> host;
   /// The contexts of one call live and die together; null for a context by itself.

@@ -2,9 +2,11 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ones_like.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <sstream>
@@ -245,6 +247,60 @@ const std::string& BasicOperation::extra_output_channel(size_t index) const {
 
 bool BasicOperation::extra_output_to_caller(size_t index) const {
   return index >= output_channels_.size() || output_channels_[index].to_caller;
+}
+
+namespace {
+
+constexpr size_t kMaxRecipes = 8;  // states kept by one operation
+
+std::vector<std::shared_ptr<Quantizer>> make_quantizers(const Recipe& recipe,
+                                                        const std::vector<QuantizerRole>& roles,
+                                                        at::Device device) {
+  std::vector<std::shared_ptr<Quantizer>> out;
+  for (const QuantizerRole& role : roles) out.push_back(recipe.make_quantizer(role, device));
+  return out;
+}
+
+}  // namespace
+
+OpQuantizationPtr BasicOperation::quantization(const RecipePtr& recipe, at::Device device) {
+  if (recipe == nullptr) return nullptr;
+  std::lock_guard<std::mutex> lock(quantization_mutex_);
+  for (size_t i = quantizations_.size(); i-- > 0;) {
+    if (quantizations_[i]->recipe->key() != recipe->key()) continue;
+    std::rotate(quantizations_.begin() + i, quantizations_.begin() + i + 1, quantizations_.end());
+    return quantizations_.back();
+  }
+  const auto forward = forward_quantizer_roles();
+  const auto backward = backward_quantizer_roles();
+  if (forward.empty() && backward.empty()) return nullptr;
+  auto made = std::make_shared<OpQuantization>();
+  made->recipe = recipe;
+  made->forward = make_quantizers(*recipe, forward, device);
+  made->backward = make_quantizers(*recipe, backward, device);
+  if (quantizations_.size() == kMaxRecipes) quantizations_.erase(quantizations_.begin());
+  quantizations_.push_back(made);
+  return made;
+}
+
+OpQuantizationPtr BasicOperation::quantization() const {
+  std::lock_guard<std::mutex> lock(quantization_mutex_);
+  return quantizations_.empty() ? nullptr : quantizations_.back();
+}
+
+void BasicOperation::reset_recipe_state(const RecipePtr& recipe, at::Device device) {
+  const OpQuantizationPtr state = quantization(recipe, device);
+  if (state == nullptr) return;
+  for (auto* quantizers : {&state->forward, &state->backward}) {
+    for (const auto& quantizer : *quantizers) {
+      if (quantizer == nullptr || quantizer->delayed == nullptr) continue;
+      DelayedScale& delayed = *quantizer->delayed;
+      delayed.scale = at::ones_like(delayed.scale);
+      delayed.amax.zero_();
+      delayed.history.zero_();
+    }
+  }
+  state->weight.clear();
 }
 
 // ---- FusedOperation

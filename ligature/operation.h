@@ -18,6 +18,7 @@
 
 #include "ligature/context.h"
 #include "ligature/meta.h"
+#include "ligature/quantization/op_quantization.h"
 
 namespace ligature {
 
@@ -43,7 +44,14 @@ struct OpArgs {
   const OpKwargs* kwargs = nullptr;
   const Quantizer* prev_op_grad_output_quantizer = nullptr;
   const Quantizer* next_op_input_quantizer = nullptr;
+  Usage next_op_input_usage;
+  /// Its own quantizers; null when it computes in high precision.
+  OpQuantization* quantization = nullptr;
+  bool calibrating = false;  ///< compute in high precision, but note what quantizers would see
   std::optional<at::ScalarType> autocast_dtype;
+
+  /// The format in which the next operation takes this one's output.
+  Target output_target() const { return {next_op_input_quantizer, next_op_input_usage}; }
 };
 
 /// What a forward computed and did not take from its arguments: fresh tensors and plain state.
@@ -152,6 +160,24 @@ class BasicOperation : public FusibleOperation {
   /// Checks the arguments and tells the shapes of the results without computing them. An operation
   /// that cannot tell returns nothing; it then has to check for itself.
   virtual std::optional<InferResult> infer(const InferArgs& /*args*/) const { return std::nullopt; }
+
+  // Low precision: what a recipe is asked for. The first of forward is the quantizer of the input,
+  // the first of backward that of the output's gradient.
+  virtual std::vector<QuantizerRole> forward_quantizer_roles() const { return {}; }
+  virtual std::vector<QuantizerRole> backward_quantizer_roles() const { return {}; }
+  /// Which orientations of its input, and of its output's gradient, it computes with.
+  virtual Usage input_usage(const GradFlags& needs) const {
+    return {true, needs.op};
+  }
+  virtual Usage grad_output_usage(const GradFlags& needs) const {
+    return {needs.input, needs.params != 0};
+  }
+  /// Its quantizers for a recipe, made on first use. One recipe's state never mixes with another's.
+  OpQuantizationPtr quantization(const RecipePtr& recipe, at::Device device);
+  /// Those of the recipe used last; null before any.
+  OpQuantizationPtr quantization() const;
+  /// Begins anew with a recipe: factors of 1, no history.
+  void reset_recipe_state(const RecipePtr& recipe, at::Device device);
   /// Does it behave differently in training and in evaluation?
   virtual bool uses_training() const { return false; }
   virtual bool accepts_kwarg(const std::string& /*name*/) const { return false; }
@@ -200,6 +226,8 @@ class BasicOperation : public FusibleOperation {
   std::vector<std::string> input_channels_;
   std::vector<OutputChannel> output_channels_;
   bool channels_locked_ = false;
+  mutable std::mutex quantization_mutex_;
+  std::vector<OpQuantizationPtr> quantizations_;  // the last used one at the end
 };
 
 /// Replaces one or more basic operations in forward, in backward or in both. Holds no parameters

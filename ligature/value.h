@@ -16,9 +16,10 @@ using at::Tensor;
 class Value {
  public:
   Value() = default;
-  Value(Tensor tensor) : tensor_(std::move(tensor)) {}  // NOLINT: a tensor is a value
-  Value(std::shared_ptr<QuantizedTensor> quantized)     // NOLINT
-      : quantized_(std::move(quantized)) {}
+  /// A torch tensor that stands for a quantized one is that one.
+  Value(Tensor tensor)  // NOLINT: a tensor is a value
+      : tensor_(std::move(tensor)), quantized_(quantized_of(tensor_)) {}
+  Value(QuantizedPtr quantized) : quantized_(std::move(quantized)) {}  // NOLINT
 
   bool defined() const { return tensor_.defined() || quantized_ != nullptr; }
   bool is_quantized() const { return quantized_ != nullptr; }
@@ -28,7 +29,10 @@ class Value {
                          quantized_ ? quantized_->format() : std::string());
     return tensor_;
   }
-  const std::shared_ptr<QuantizedTensor>& quantized() const { return quantized_; }
+  const QuantizedPtr& quantized() const { return quantized_; }
+  /// The torch tensor that autograd knows: the plain one, or what stands for the quantized one;
+  /// undefined for one that was quantized between two steps.
+  const Tensor& identity() const { return tensor_; }
 
   /// The plain tensor, dequantized where it has to be.
   Tensor dequantized() const { return quantized_ ? quantized_->dequantize() : tensor_; }
@@ -39,7 +43,7 @@ class Value {
 
  private:
   Tensor tensor_;
-  std::shared_ptr<QuantizedTensor> quantized_;
+  QuantizedPtr quantized_;
 };
 
 }  // namespace ligature

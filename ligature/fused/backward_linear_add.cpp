@@ -19,10 +19,11 @@ FuserBackwardResult BackwardLinearAdd::fuser_backward(CtxList ctxs, const Value&
   Tensor add = args.input_requires_grad ? grad_extra_outputs[0][0] : Tensor();
   const bool one_dtype = add.defined() && add.scalar_type() == args.compute_dtype &&
                          args.input_dtype == args.compute_dtype;
-  const bool in_place = one_dtype && add.is_contiguous() && fork_.may_accumulate_into(add, args.dy);
+  const bool in_place = one_dtype && !args.is_quantized() && add.is_contiguous() &&
+                        fork_.may_accumulate_into(add, args.dy.tensor());
   if (in_place) {
     // dx += dy W is the forward's product with W transposed, a view that the GEMM takes as a flag.
-    kernels::linear_forward_add_(add, args.dy, args.w.t());
+    kernels::linear_forward_add_(add, args.dy.tensor(), args.w.tensor().t());
     AddExtraInputImpl::mark_changed(add);
     args.input_requires_grad = false;
   } else if (one_dtype) {

@@ -87,9 +87,10 @@ void DenseMLP::fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserFor
                                    forks_before_norm() ? input.dtype() : norm_dtype);
   }
   if (!needs(fc2_.at).op) return;
-  fc1_->save_ctx(*ctxs[fc1_.at], {}, norm_dtype, args[fc1_.at]);
+  Kept none;
+  fc1_->save_ctx(*ctxs[fc1_.at], {}, norm_dtype, none, args[fc1_.at]);
   ctxs[fc1_.at]->save_for_backward({});
-  fc2_->save_ctx(*ctxs[fc2_.at], {}, dtype1, args[fc2_.at]);
+  fc2_->save_ctx(*ctxs[fc2_.at], {}, dtype1, none, args[fc2_.at]);
 
   std::vector<Value> saved(kNumSaved);
   const at::ArrayRef<Tensor> norm_params = args[norm_.at].params;
@@ -181,6 +182,7 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
 namespace {
 
 std::string why_not_recompute(const PlanOptions& options) {
+  if (options.recipe != nullptr) return "it computes in high precision only";
   return options.recompute == Recompute::Cheap ? "" : "recompute is not 'cheap'";
 }
 

@@ -12,24 +12,31 @@ ForwardLinearBiasActivation::ForwardLinearBiasActivation(const OpList& ops)
 
 FuserForwardResult ForwardLinearBiasActivation::fuser_forward_compute(const Value& input,
                                                                       ArgsList args) {
-  Tensor z = BasicLinearImpl::forward(linear_bias_args(linear_, bias_, input, args[0], &args[1]));
-  if (activation_ == nullptr) return fused_forward_result(std::move(z), num_basic_ops());
-  const kernels::ActivationSpec spec = activation_->spec();
-  if (!args.back().requires_grad.op) {
-    Tensor y = kernels::is_gated(spec.kind) ? kernels::activation_forward(z, spec)
-                                            : kernels::activation_forward_(z, spec);
-    return fused_forward_result(std::move(y), num_basic_ops());
+  const LinearFwdArgs fwd = linear_bias_args(linear_, bias_, input, args[0], &args[1]);
+  Tensor z = BasicLinearImpl::forward(fwd);
+  Kept kept = BasicLinearImpl::kept(fwd, args[0]);
+  FuserForwardResult result = fused_forward_result({}, num_basic_ops());
+  result.kept[0] = std::move(kept);
+  if (activation_ == nullptr) {
+    result.output = std::move(z);
+    return result;
   }
-  FuserForwardResult result =
-      fused_forward_result(kernels::activation_forward(z, spec), num_basic_ops());
-  result.kept.back().tensors.emplace_back(std::move(z));
+  const kernels::ActivationSpec spec = activation_->spec();
+  const Target target = args.back().output_target();
+  const bool keep_z = args.back().requires_grad.op;
+  if (target || keep_z || kernels::is_gated(spec.kind)) {
+    result.output = activation_forward_to(z, spec, {}, target);
+  } else {
+    result.output = kernels::activation_forward_(z, spec);
+  }
+  if (keep_z) result.kept.back().tensors.emplace_back(std::move(z));
   return result;
 }
 
 void ForwardLinearBiasActivation::fuser_forward_save_ctx(CtxList ctxs, const Value& input,
                                                          FuserForwardResult& result,
                                                          ArgsList args) {
-  save_basic_op(linear_, *ctxs[0], input, {}, args[0]);
+  save_basic_op(linear_, *ctxs[0], input, std::move(result.kept[0]), args[0]);
   if (bias_ != nullptr) save_basic_op(*bias_, *ctxs[1], {}, {}, args[1]);
   if (activation_ == nullptr) return;
   save_basic_op(*activation_, *ctxs.back(), result.kept.back().tensors[0], {}, args.back());

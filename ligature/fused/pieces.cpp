@@ -30,15 +30,17 @@ LinearFwdArgs linear_bias_args(const BasicLinearImpl& linear, const BiasImpl* bi
                                const Value& input, const OpArgs& linear_args,
                                const OpArgs* bias_args) {
   LinearFwdArgs fwd = linear.forward_args(input, linear_args);
-  if (bias != nullptr) fwd.bias = prepare(bias_args->params[0], fwd.x.scalar_type());
+  if (bias != nullptr) fwd.bias = prepare(bias_args->params[0], fwd.dtype);
   return fwd;
 }
 
 Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const Tensor& extra,
                           const OpArgs& add_args) {
   const bool in_place = add.options.in_place;
-  const bool writable = extra.is_contiguous() && !extra.is_alias_of(fwd.x);
-  if (extra.scalar_type() != fwd.x.scalar_type() || (in_place && !writable)) {
+  const bool quantized = fwd.x.is_quantized() || fwd.w.is_quantized();
+  const bool writable =
+      !quantized && extra.is_contiguous() && !extra.is_alias_of(fwd.x.tensor());
+  if (extra.scalar_type() != fwd.dtype || (in_place && !writable)) {
     return add.forward(BasicLinearImpl::forward(fwd), extra, add_args);
   }
   if (in_place) add.check_in_place(extra, add_args);

@@ -22,8 +22,8 @@ GradPlan plan_gradients(const Call& call, const Wiring& wiring, size_t num_ops) 
   grads.flags.resize(num_ops);
   grads.first_backward_op = num_ops;
   if (!at::GradMode::is_enabled()) return grads;
-  const bool input_requires_grad =
-      !call.input.is_quantized() && call.input.tensor().requires_grad();
+  const Tensor& input = call.input.identity();
+  const bool input_requires_grad = input.defined() && input.requires_grad();
   if (input_requires_grad) grads.first_backward_op = 0;
   for (size_t op = 0; op < num_ops; ++op) {
     GradFlags& flags = grads.flags[op];
@@ -36,10 +36,10 @@ GradPlan plan_gradients(const Call& call, const Wiring& wiring, size_t num_ops) 
       if (param.defined() && param.requires_grad()) flags.params |= uint64_t{1} << j;
     }
     for (size_t j = 0; j < wiring.inputs[op].size(); ++j) {
-      const Wiring::Input& input = wiring.inputs[op][j];
-      const bool requires_grad = input.caller != Wiring::kNone
-                                     ? call.extra_inputs[input.caller].requires_grad()
-                                     : input.producer >= grads.first_backward_op;
+      const Wiring::Input& extra = wiring.inputs[op][j];
+      const bool requires_grad = extra.caller != Wiring::kNone
+                                     ? call.extra_inputs[extra.caller].requires_grad()
+                                     : extra.producer >= grads.first_backward_op;
       if (requires_grad) flags.extra_inputs |= uint64_t{1} << j;
     }
     if ((flags.params != 0 || flags.extra_inputs != 0) && op < grads.first_backward_op) {
@@ -70,8 +70,18 @@ class ForwardRun {
       args.requires_grad = grads.flags[i];
       args.training = call.training[i];
       if (!call.kwargs.empty()) args.kwargs = &call.kwargs[i];
-      if (i > 0) args.prev_op_grad_output_quantizer = plan.grad_output_quantizers[i - 1].get();
-      if (i + 1 < n) args.next_op_input_quantizer = plan.input_quantizers[i + 1].get();
+      if (i > 0) {
+        args.prev_op_grad_output_quantizer = plan.grad_output_quantizers[i - 1].get();
+        contexts[i].grad_input_quantizer = plan.grad_output_quantizers[i - 1];
+        contexts[i].grad_input_usage = plan.basic_ops[i - 1]->grad_output_usage(grads.flags[i - 1]);
+      }
+      if (i + 1 < n) {
+        args.next_op_input_quantizer = plan.input_quantizers[i + 1].get();
+        args.next_op_input_usage = plan.basic_ops[i + 1]->input_usage(grads.flags[i + 1]);
+      }
+      args.quantization = plan.quantizations[i].get();
+      args.calibrating = plan.options.calibrating;
+      contexts[i].quantization = plan.quantizations[i];
       args.autocast_dtype = call.autocast_dtype;
       contexts[i].requires_grad = grads.flags[i];
     }
@@ -290,16 +300,20 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
   torch::autograd::edge_list edges;
   if (requires_grad) {
     for (const Overwritten& item : overwritten) torch::autograd::check_inplace(item.tensor, true);
-    if (!call.input.is_quantized()) inputs.push_back(&call.input.tensor());
+    const Tensor& main_input = call.input.identity();
+    if (main_input.defined()) inputs.push_back(&main_input);
     for (const Tensor& param : call.params) inputs.push_back(&param);
     for (const Tensor& extra : call.extra_inputs) inputs.push_back(&extra);
     edges.reserve(inputs.size() + 1);
-    if (call.input.is_quantized()) edges.emplace_back();
+    if (!main_input.defined()) edges.emplace_back();
     for (const Tensor* input : inputs) edges.push_back(edge_of(*input));
   }
   at::NoGradGuard no_grad;
   ForwardRun run(*plan, call, grads, *contexts);
-  outputs.push_back(run.run().dequantized());
+  {
+    const Value y = run.run();
+    outputs.push_back(y.is_quantized() ? wrap_quantized(y.quantized()) : y.tensor());
+  }
   outputs.resize(1 + plan->wiring->caller_outputs.size());
   producers.resize(outputs.size());
   for (size_t i = 0; i < n; ++i) {
@@ -318,8 +332,8 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
     return outputs;
   }
 
-  auto node = make_node<FuserNode>(plan, contexts, call.param_offsets, std::move(call.keep_alive),
-                                   call.trace);
+  auto node = make_node<FuserNode>(plan, contexts, call.param_offsets, std::move(call.autocast),
+                                   std::move(call.keep_alive), call.trace);
   node->set_next_edges(std::move(edges));
 
   std::vector<Tensor> wrapped;

@@ -6,6 +6,7 @@
 
 #include "ligature/fuser/plan.h"
 #include "ligature/fuser/trace.h"
+#include "ligature/quantization/autocast.h"
 
 namespace ligature {
 
@@ -18,6 +19,7 @@ struct Call {
   std::vector<OpKwargs> kwargs;       ///< one per basic operation, or none at all
   std::vector<bool> training;         ///< one per basic operation
   std::optional<at::ScalarType> autocast_dtype;
+  AutocastState autocast;            ///< the low-precision context; disabled by default
   std::shared_ptr<void> keep_alive;  ///< what must live as long as backward may run
   TracePtr trace;                    ///< where to note what runs; null: nowhere
   bool dry = false;                  ///< tensors without memory: nothing may change its state

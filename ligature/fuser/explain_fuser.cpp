@@ -173,9 +173,10 @@ ExplainedCall OperationFuser::explain_call(Call&& given, const std::optional<Sit
   std::shared_ptr<const Plan> plan = situation.plan;
   if (plan == nullptr) {
     grads = plan_gradients(call, *wiring_, basic_ops_.size());
+    call.autocast = autocast_state();
     PlanKey key = key_for(call, grads);
     key.device = situation.input.meta.device;
-    plan = plan_for(key, nullptr, false);
+    plan = plan_for(key, call.autocast.active(), false);
   }
 
   ExplainedCall out;

@@ -52,14 +52,14 @@ void OperationFuser::check_call(const Call& call) const {
 }
 
 std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key,
-                                                     const std::shared_ptr<const Recipe>& recipe,
-                                                     bool to_run) {
+                                                     const RecipePtr& recipe, bool to_run) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto is_wanted = [&](const KeptPlan& kept) { return kept.key == key; };
   auto found = std::find_if(plans_.begin(), plans_.end(), is_wanted);
   if (found == plans_.end()) {
     PlanOptions options;
     options.recipe = recipe;
+    options.calibrating = key.calibrating;
     options.dtype = key.dtype;
     options.device = key.device;
     options.recompute = options_.recompute;
@@ -102,6 +102,10 @@ OperationFuser::PlanKey OperationFuser::key_for(const Call& call, const GradPlan
   key.first_backward_op = grads.first_backward_op;
   key.dtype = call.input.dtype();
   key.device = call.input.device();
+  if (const RecipePtr& recipe = call.autocast.active()) {
+    key.recipe = recipe->key();
+    key.calibrating = !call.autocast.enabled;
+  }
   return key;
 }
 
@@ -117,7 +121,8 @@ void OperationFuser::remember(const Call& call, const std::shared_ptr<const Plan
     input.strides = tensor.strides();
     input.requires_grad = tensor.requires_grad();
   };
-  note(situation.input, call.input.is_quantized() ? call.input.dequantized() : call.input.tensor());
+  situation.input.meta = ValueMeta::of(call.input);
+  if (!call.input.is_quantized()) note(situation.input, call.input.tensor());
   situation.extra_inputs.resize(call.extra_inputs.size());
   for (size_t k = 0; k < call.extra_inputs.size(); ++k) {
     note(situation.extra_inputs[k], call.extra_inputs[k]);
@@ -132,8 +137,10 @@ void OperationFuser::remember(const Call& call, const std::shared_ptr<const Plan
 
 std::vector<Tensor> OperationFuser::run(Call&& call) {
   check_call(call);
+  call.autocast = autocast_state();
   const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
-  const std::shared_ptr<const Plan> plan = plan_for(key_for(call, grads), nullptr, true);
+  const std::shared_ptr<const Plan> plan =
+      plan_for(key_for(call, grads), call.autocast.active(), true);
   if (StrictScope::active()) StrictScope::check(*plan);
   call.autocast_dtype = autocast_dtype(call.input.device());
   if (plan->has_guests) {

@@ -98,7 +98,8 @@ class OperationFuser {
     size_t first_backward_op = 0;
     at::ScalarType dtype = at::kFloat;
     at::Device device = at::kCPU;
-    std::string recipe;
+    std::string recipe;  // its key; empty in high precision
+    bool calibrating = false;
     bool operator==(const PlanKey&) const = default;
   };
   struct KeptPlan {
@@ -110,7 +111,7 @@ class OperationFuser {
   PlanKey key_for(const Call& call, const GradPlan& grads) const;
   /// `to_run`: it must hold what is strictly wanted, and becomes the last plan.
   std::shared_ptr<const Plan> plan_for(const PlanKey& key,
-                                       const std::shared_ptr<const Recipe>& recipe, bool to_run);
+                                       const RecipePtr& recipe, bool to_run);
   void check_call(const Call& call) const;
   void remember(const Call& call, const std::shared_ptr<const Plan>& plan, const GradPlan& grads);
   std::vector<Tensor> trace_call(Call call, const std::shared_ptr<const Plan>& plan,

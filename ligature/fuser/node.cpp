@@ -43,14 +43,15 @@ void FuserNode::save(const std::vector<Tensor>& outputs, const std::vector<uint3
     for (const Value& value : ctx.saved()) {
       Slot slot;
       if (value.is_quantized()) {
-        slot.shell = value.quantized();
-        for (const Tensor& tensor : slot.shell->tensors()) {
+        slot.shell = value.quantized()->shell();
+        const std::vector<Tensor> tensors = value.quantized()->tensors();
+        slot.first = saved_.size();
+        slot.count = tensors.size();
+        for (const Tensor& tensor : tensors) {
           saved_.emplace_back(tensor, false);
           saved_identity_.push_back(nullptr);
           last_user_.push_back(op);
         }
-        slot.count = slot.shell->tensors().size();
-        slot.first = saved_.size() - slot.count;
       } else if (value.defined()) {
         const Tensor& tensor = value.tensor();
         const uint32_t saved_version = versions[version++];
@@ -131,6 +132,9 @@ FuserNode::Need FuserNode::what_is_needed() const {
 void FuserNode::unpack(size_t op, std::vector<Tensor>& unpacked) {
   std::vector<Value> values;
   values.reserve(slots_[op].size());
+  // A checkpoint runs its forward again when the first tensor is asked for.
+  std::optional<RecomputeScope> recompute;
+  if (autocast_.session != nullptr && !slots_[op].empty()) recompute.emplace(autocast_);
   for (const Slot& slot : slots_[op]) {
     for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
       if (!unpacked[k].defined()) unpacked[k] = saved_[k].unpack(getptr());
@@ -174,6 +178,10 @@ variable_list FuserNode::backward(const variable_list& grads) {
     }
   }
 
+  std::shared_ptr<DelayedSession> session;
+  if (plan.options.recipe != nullptr) session = backward_session(autocast_.reduce_amax);
+  std::optional<DelayedSourceScope> delayed;
+  if (session != nullptr) delayed.emplace(session.get());
   const bool keep_graph = torch::autograd::get_current_graph_task_id() < 0 ||
                           torch::autograd::get_current_graph_task_keep_graph();
   std::vector<Tensor> unpacked(saved_.size());
@@ -265,7 +273,9 @@ variable_list FuserNode::backward(const variable_list& grads) {
       if (!keep_graph) saved_[k].reset_data();
     }
   }
-  if (need.lowest_op == 0 && n > 0 && need.flags[0].input) result[0] = dy.dequantized();
+  if (need.lowest_op == 0 && n > 0 && need.flags[0].input) {
+    result[0] = dy.is_quantized() ? wrap_quantized(dy.quantized()) : dy.tensor();
+  }
   return result;
 }
 

@@ -10,16 +10,19 @@
 
 #include "ligature/fuser/plan.h"
 #include "ligature/fuser/trace.h"
+#include "ligature/quantization/autocast.h"
 
 namespace ligature {
 
 class FuserNode : public torch::autograd::Node {
  public:
   FuserNode(std::shared_ptr<const Plan> plan, std::shared_ptr<Contexts> contexts,
-            std::vector<size_t> param_offsets, std::shared_ptr<void> keep_alive, TracePtr trace)
+            std::vector<size_t> param_offsets, AutocastState autocast,
+            std::shared_ptr<void> keep_alive, TracePtr trace)
       : plan_(std::move(plan)),
         contexts_(std::move(contexts)),
         param_offsets_(std::move(param_offsets)),
+        autocast_(std::move(autocast)),
         keep_alive_(std::move(keep_alive)),
         trace_(std::move(trace)) {}
 
@@ -43,7 +46,7 @@ class FuserNode : public torch::autograd::Node {
  private:
   /// A saved value: tensors in `saved_`, and for a quantized one what puts them together.
   struct Slot {
-    std::shared_ptr<QuantizedTensor> shell;
+    QuantizedPtr shell;
     size_t first = Wiring::kNone;  // none: an undefined value
     size_t count = 0;
   };
@@ -61,6 +64,7 @@ class FuserNode : public torch::autograd::Node {
   std::shared_ptr<const Plan> plan_;
   std::shared_ptr<Contexts> contexts_;
   std::vector<size_t> param_offsets_;
+  AutocastState autocast_;  // of forward
   std::shared_ptr<void> keep_alive_;
   TracePtr trace_;
   std::vector<size_t> outputs_;

@@ -27,6 +27,8 @@ struct Plan {
   /// Operations before this one save nothing and do not run in backward.
   size_t first_backward_op = 0;
   PlanOptions options;
+  /// What each basic operation has of the recipe; null in high precision.
+  std::vector<OpQuantizationPtr> quantizations;
   /// Neighbours' quantizers, one entry per basic operation.
   std::vector<QuantizerPtr> input_quantizers;
   std::vector<QuantizerPtr> grad_output_quantizers;

@@ -18,7 +18,8 @@ enum class Recompute {
 
 /// What a fusion may look at besides the operations.
 struct PlanOptions {
-  std::shared_ptr<const Recipe> recipe;
+  RecipePtr recipe;          ///< null in high precision
+  bool calibrating = false;  ///< the recipe only looks on
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
   Recompute recompute = Recompute::None;

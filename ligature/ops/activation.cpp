@@ -120,9 +120,35 @@ std::optional<InferResult> ActivationOperation::infer(const InferArgs& args) con
   return InferResult{infer_activation(label(), spec(), args), {}};
 }
 
+Value activation_forward_to(const Tensor& x, const kernels::ActivationSpec& spec,
+                            const Tensor& scales, const Target& target) {
+  const Target to = target.from(x.scalar_type());
+  if (!to) return kernels::activation_forward(x, spec, scales);
+  at::DimVector sizes(x.sizes());
+  if (kernels::is_gated(spec.kind)) sizes.back() /= 2;
+  return to.quantizer->assemble(
+      kernels::activation_forward_quantize(x, spec, scales, to.args(x.device())), sizes,
+      x.scalar_type());
+}
+
+ActivationGrads activation_backward_to(const Tensor& dy, const Tensor& x,
+                                       const kernels::ActivationSpec& spec, const Tensor& scales,
+                                       bool need_dscales, bool need_dbias, const Target& target) {
+  const Target to = target.from(x.scalar_type());
+  if (!to) {
+    auto grads =
+        kernels::activation_backward(dy, x, spec, scales, need_dscales, need_dbias);
+    return {std::move(grads.dx), std::move(grads.dscales), std::move(grads.dbias)};
+  }
+  auto grads = kernels::activation_backward_quantize(dy, x, spec, scales, need_dscales, need_dbias,
+                                                     to.args(x.device()));
+  return {to.quantizer->assemble(std::move(grads.dx), x.sizes(), x.scalar_type()),
+          std::move(grads.dscales), std::move(grads.dbias)};
+}
+
 OpForwardResult ActivationOperation::op_forward_compute(const Value& input, const OpArgs& args) {
   const Tensor x = prepare(input, compute_dtype(input, args));
-  return {kernels::activation_forward(x, spec()), {}};
+  return {activation_forward_to(x, spec(), {}, args.output_target()), {}};
 }
 
 void ActivationOperation::op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept&,
@@ -132,20 +158,22 @@ void ActivationOperation::op_forward_save_ctx(OperationContext& ctx, const Value
   if (args.autocast_dtype) ctx.state.set("dtype", compute_dtype(input, args));
 }
 
-kernels::ActivationBackward ActivationOperation::backward(const OperationContext& ctx,
-                                                          const Value& grad_output,
-                                                          bool need_dbias) const {
+ActivationGrads ActivationOperation::backward(const OperationContext& ctx,
+                                              const Value& grad_output, bool need_dbias,
+                                              const Target& target) const {
   const Value& input = ctx.saved_value(0);
   const at::ScalarType dtype = ctx.state.get_or("dtype", input.dtype());
-  auto grads = kernels::activation_backward(prepare(grad_output, dtype), prepare(input, dtype),
-                                            saved_spec(ctx, spec()), {}, false, need_dbias);
-  grads.dx = cast(grads.dx, input.dtype());
+  const bool same = dtype == input.dtype();
+  ActivationGrads grads = activation_backward_to(
+      prepare(grad_output, dtype), prepare(input, dtype), saved_spec(ctx, spec()), {}, false,
+      need_dbias, same ? target : Target());
+  if (!same) grads.dx = cast(grads.dx.tensor(), input.dtype());
   return grads;
 }
 
 OpBackwardResult ActivationOperation::op_backward(OperationContext& ctx, const Value& grad_output) {
   if (!ctx.requires_grad.input) return {};
-  return {backward(ctx, grad_output).dx, {}};
+  return {backward(ctx, grad_output, false, ctx.grad_input_target()).dx, {}};
 }
 
 }  // namespace ligature

@@ -7,6 +7,12 @@
 
 namespace ligature {
 
+struct ActivationGrads {
+  Value dx;
+  Tensor dscales;
+  Tensor dbias;
+};
+
 /// The trait by which fusions know an activation.
 class ActivationOperation : public BasicOperation {
  public:
@@ -26,10 +32,18 @@ class ActivationOperation : public BasicOperation {
   static at::ScalarType compute_dtype(const Value& input, const OpArgs& args) {
     return under_autocast(input.dtype(), args.autocast_dtype);
   }
-  /// `dbias`: the gradient of a bias added to the input.
-  kernels::ActivationBackward backward(const OperationContext& ctx, const Value& grad_output,
-                                       bool need_dbias = false) const;
+  /// `dbias`: the gradient of a bias added to the input. `target`: the format of dx.
+  ActivationGrads backward(const OperationContext& ctx, const Value& grad_output, bool need_dbias,
+                           const Target& target) const;
 };
+
+/// act(x) times the row's factor where `scales` is defined, in the format of `target` if it has
+/// one.
+Value activation_forward_to(const Tensor& x, const kernels::ActivationSpec& spec,
+                            const Tensor& scales, const Target& target);
+ActivationGrads activation_backward_to(const Tensor& dy, const Tensor& x,
+                                       const kernels::ActivationSpec& spec, const Tensor& scales,
+                                       bool need_dscales, bool need_dbias, const Target& target);
 
 /// What options say of an activation, kept for backward: they may be changed in between.
 void save_spec(OperationContext& ctx, const kernels::ActivationSpec& spec);

@@ -9,6 +9,7 @@
 
 #include "ligature/kernels/gemm.h"
 #include "ligature/ops/prepare.h"
+#include "ligature/quantization/gemm.h"
 
 namespace ligature {
 
@@ -70,41 +71,110 @@ at::ScalarType BasicLinearImpl::compute_dtype(const OpArgs& args) const {
   return under_autocast(args.params[0].scalar_type(), args.autocast_dtype);
 }
 
+bool BasicLinearImpl::accepts_kwarg(const std::string& name) const {
+  return name == "is_first_microbatch";  // a weight is quantized when it has changed, not when told
+}
+
+std::vector<QuantizerRole> BasicLinearImpl::forward_quantizer_roles() const {
+  return {{"linear", "input", label()}, {"linear", "weight", label()}};
+}
+
+std::vector<QuantizerRole> BasicLinearImpl::backward_quantizer_roles() const {
+  return {{"linear", "grad_output", label()}};
+}
+
 LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& args) const {
   LinearFwdArgs out;
-  const at::ScalarType dtype = compute_dtype(args);
-  out.x = prepare(input, dtype);
-  out.w = prepare(args.params[0], dtype);
+  out.dtype = compute_dtype(args);
+  OpQuantization* quantization = args.calibrating ? nullptr : args.quantization;
+  const Value weight = args.params[0];
+  if (quantization == nullptr) {
+    if (args.quantization != nullptr) calibrate(input, weight, args);
+    out.x = prepare(input, out.dtype);
+    out.w = prepare(weight, out.dtype);
+    return out;
+  }
+  LIGATURE_CHECK_TYPE(out.dtype != at::kDouble, "[", label(),
+                      "] low precision takes float32, bfloat16 or float16, got float64");
+  out.x = quantize_to(input, {quantization->forward_quantizer(0), input_usage(args.requires_grad)},
+                      out.dtype);
+  const Target target{quantization->forward_quantizer(1), {true, args.requires_grad.input}};
+  if (target && !weight.is_quantized()) {
+    out.w = quantization->weight.get(args.params[0], *target.quantizer,
+                                     target.quantizer->usage_for(target.usage, input.device()));
+  } else {
+    out.w = quantize_to(weight, target, out.dtype);
+  }
   return out;
 }
 
+void BasicLinearImpl::calibrate(const Value& input, const Value& weight, const OpArgs& args) const {
+  const Value values[] = {input, weight};
+  for (size_t i = 0; i < 2; ++i) {
+    const Quantizer* quantizer = args.quantization->forward_quantizer(i);
+    if (quantizer != nullptr) quantizer->calibrate(prepare(values[i]));
+  }
+}
+
 Tensor BasicLinearImpl::forward(const LinearFwdArgs& args) {
+  if (args.x.is_quantized() || args.w.is_quantized()) {
+    Tensor y = quantized_linear_forward(args.x, args.w,
+                                        {args.dtype, args.bias, args.add, args.alpha});
+    if (!args.add_in_place) return y;
+    Tensor sum = args.add;
+    return sum.copy_(y);
+  }
+  const Tensor& x = args.x.tensor();
+  const Tensor& w = args.w.tensor();
   if (args.add_in_place) {
     Tensor y = args.add;
-    kernels::linear_forward_add_(y, args.x, args.w, args.bias, args.alpha);
+    kernels::linear_forward_add_(y, x, w, args.bias, args.alpha);
     return y;
   }
-  return kernels::linear_forward(args.x, args.w, args.bias, args.add, args.alpha);
+  return kernels::linear_forward(x, w, args.bias, args.add, args.alpha);
+}
+
+// A product over the batch reads the input's column-wise data, one over the outputs the weight's:
+// the other orientation is not kept.
+Kept BasicLinearImpl::kept(const LinearFwdArgs& fwd, const OpArgs& args) {
+  Kept kept;
+  if (!fwd.x.is_quantized() && !fwd.w.is_quantized()) return kept;
+  const auto narrowed = [](const Value& v) -> Value {
+    if (!v.is_quantized() || !v.quantized()->columnwise().defined()) return v;
+    return v.quantized()->only(false, true);
+  };
+  kept.tensors = {args.requires_grad.param(0) && fwd.x.is_quantized() ? narrowed(fwd.x) : Value(),
+                  args.requires_grad.input && fwd.w.is_quantized() ? narrowed(fwd.w) : Value()};
+  return kept;
 }
 
 OpForwardResult BasicLinearImpl::op_forward_compute(const Value& input, const OpArgs& args) {
-  return {forward(forward_args(input, args)), {}};
+  const LinearFwdArgs fwd = forward_args(input, args);
+  return {forward(fwd), kept(fwd, args)};
 }
 
 // The input and the weight are saved as they came in, so that nothing is held twice; a cast is made
 // again in backward.
-void BasicLinearImpl::op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept&,
+void BasicLinearImpl::op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
                                           const OpArgs& args) {
-  save_ctx(ctx, args.requires_grad.param(0) ? input : Value(), input.dtype(), args);
+  save_ctx(ctx, args.requires_grad.param(0) ? input : Value(), input.dtype(), kept, args);
 }
 
 void BasicLinearImpl::save_ctx(OperationContext& ctx, const Value& x, at::ScalarType input_dtype,
-                               const OpArgs& args) const {
+                               Kept& kept, const OpArgs& args) const {
   const GradFlags& needs = args.requires_grad;
-  ctx.save_for_backward({x, needs.input ? args.params[0] : Value()});
+  const auto quantized = [&](size_t i) -> Value {
+    return i < kept.tensors.size() ? std::move(kept.tensors[i]) : Value();
+  };
+  Value saved_x = quantized(0);
+  Value saved_w = quantized(1);
+  if (!saved_x.defined()) saved_x = x;
+  if (!saved_w.defined() && needs.input) saved_w = args.params[0];
+  ctx.save_for_backward({std::move(saved_x), std::move(saved_w)});
   ctx.state.set("input_dtype", input_dtype);
   ctx.state.set("weight_dtype", args.params[0].scalar_type());
   ctx.state.set("dtype", compute_dtype(args));
+  if (args.calibrating) ctx.state.set("calibrating", true);
   if (options.accumulate_into_main_grad && needs.param(0)) {
     ctx.parameter_references.push_back(args.params[0]);
   }
@@ -123,9 +193,23 @@ LinearBwdArgs BasicLinearImpl::backward_args(const OperationContext& ctx, const 
   out.weight_dtype = ctx.state.get_or("weight_dtype", out.compute_dtype);
   out.input_requires_grad = ctx.requires_grad.input;
   out.weight_requires_grad = ctx.requires_grad.param(0);
-  out.dy = prepare(grad_output, out.compute_dtype);
-  if (out.weight_requires_grad) out.x = prepare(x, out.compute_dtype);
-  if (out.input_requires_grad) out.w = prepare(w, out.compute_dtype);
+  const bool calibrating = ctx.state.get_or("calibrating", false);
+  const Quantizer* quantizer =
+      ctx.quantization != nullptr ? ctx.quantization->backward_quantizer(0) : nullptr;
+  const auto as_operand = [&](const Value& v) -> Value {
+    return v.is_quantized() && !calibrating && ctx.quantization != nullptr
+               ? v
+               : Value(prepare(v, out.compute_dtype));
+  };
+  if (quantizer != nullptr && !calibrating) {
+    out.dy = quantize_to(grad_output, {quantizer, grad_output_usage(ctx.requires_grad)},
+                         out.compute_dtype);
+  } else {
+    if (quantizer != nullptr) quantizer->calibrate(prepare(grad_output));
+    out.dy = as_operand(grad_output);
+  }
+  if (out.weight_requires_grad) out.x = as_operand(x);
+  if (out.input_requires_grad) out.w = as_operand(w);
   return out;
 }
 
@@ -133,17 +217,25 @@ LinearGrads BasicLinearImpl::backward(const LinearBwdArgs& args, const Operation
   LinearGrads grads;
   if (args.input_requires_grad) {
     const Tensor add = args.add.defined() ? prepare(args.add, args.compute_dtype) : Tensor();
-    grads.dx = cast(kernels::linear_input_grad(args.dy, args.w, add, args.alpha), args.input_dtype);
+    const Tensor dx =
+        args.is_quantized()
+            ? quantized_linear_input_grad(args.dy, args.w, {args.compute_dtype, {}, add, args.alpha})
+            : kernels::linear_input_grad(args.dy.tensor(), args.w.tensor(), add, args.alpha);
+    grads.dx = cast(dx, args.input_dtype);
   }
   if (!args.weight_requires_grad) return grads;
   if (!options.accumulate_into_main_grad) {
-    grads.dw = cast(kernels::linear_weight_grad(args.dy, args.x, args.alpha), args.weight_dtype);
+    const Tensor dw =
+        args.is_quantized()
+            ? quantized_linear_weight_grad(args.dy, args.x, {args.compute_dtype, {}, {}, args.alpha})
+            : kernels::linear_weight_grad(args.dy.tensor(), args.x.tensor(), args.alpha);
+    grads.dw = cast(dw, args.weight_dtype);
     return grads;
   }
   const Tensor& weight =
       ctx.parameter_references.empty() ? this->weight() : ctx.parameter_references[0];
   MainGrad main = main_grad_;
-  if (!main.buffer.defined() && args.dy.is_meta()) {
+  if (!main.buffer.defined() && args.dy.device().is_meta()) {
     main.buffer = at::empty_like(weight);  // nothing is computed, so nothing is added up
   } else if (!main.buffer.defined() && main_grad_lookup()) {
     main = main_grad_lookup()(*this, weight);
@@ -153,7 +245,13 @@ LinearGrads BasicLinearImpl::backward(const LinearBwdArgs& args, const Operation
   LIGATURE_CHECK(main.buffer.sizes() == weight.sizes(), "[", label(), "] main_grad must be ",
                  sizes_string(weight.sizes()), " like the weight, got ",
                  sizes_string(main.buffer.sizes()));
-  kernels::linear_weight_grad_into(main.buffer, args.dy, args.x, !main.overwrite, args.alpha);
+  if (args.is_quantized()) {
+    quantized_linear_weight_grad_into(main.buffer, args.dy, args.x, !main.overwrite,
+                                      {args.compute_dtype, {}, {}, args.alpha});
+  } else {
+    kernels::linear_weight_grad_into(main.buffer, args.dy.tensor(), args.x.tensor(),
+                                     !main.overwrite, args.alpha);
+  }
   if (main.return_placeholder) grads.dw = at::zeros(weight.sizes(), weight.options());
   return grads;
 }

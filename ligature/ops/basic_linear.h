@@ -15,19 +15,21 @@ struct MainGrad {
   bool return_placeholder = false;  ///< autograd still wants a gradient, of any value
 };
 
+/// Operands are contiguous and in the compute dtype, or quantized.
 struct LinearFwdArgs {
-  Tensor x;  ///< contiguous, in the compute dtype
-  Tensor w;
-  Tensor bias;                ///< optional
+  Value x;
+  Value w;
+  at::ScalarType dtype = at::kFloat;  ///< of the result
+  Tensor bias;                        ///< optional
   Tensor add;                 ///< optional: added to the result ...
   bool add_in_place = false;  ///< ... and overwritten by it
   double alpha = 1.0;         ///< factor of x W^T
 };
 
 struct LinearBwdArgs {
-  Tensor x;  ///< as saved; undefined when the weight needs no gradient
-  Tensor w;  ///< as saved; undefined when the input needs none
-  Tensor dy;
+  Value x;  ///< as saved; undefined when the weight needs no gradient
+  Value w;  ///< as saved; undefined when the input needs none
+  Value dy;
   Tensor add;  ///< optional: added to the input's gradient
   double alpha = 1.0;
   bool input_requires_grad = false;
@@ -35,6 +37,10 @@ struct LinearBwdArgs {
   at::ScalarType input_dtype = at::kFloat;
   at::ScalarType weight_dtype = at::kFloat;
   at::ScalarType compute_dtype = at::kFloat;
+
+  bool is_quantized() const {
+    return dy.is_quantized() || x.is_quantized() || w.is_quantized();
+  }
 };
 
 struct LinearGrads {
@@ -73,13 +79,24 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
   std::optional<InferResult> infer(const InferArgs& args) const override;
   void initialize_parameter(const std::string& name, Tensor& parameter) override;
   void pretty_print(std::ostream& stream) const override;
+  bool accepts_kwarg(const std::string& name) const override;
+
+  std::vector<QuantizerRole> forward_quantizer_roles() const override;
+  std::vector<QuantizerRole> backward_quantizer_roles() const override;
+  Usage input_usage(const GradFlags& needs) const override { return {true, needs.param(0)}; }
+  Usage grad_output_usage(const GradFlags& needs) const override {
+    return {needs.input, needs.param(0)};
+  }
 
   // The pieces, for fusions that cover a linear.
   at::ScalarType compute_dtype(const OpArgs& args) const;
   LinearFwdArgs forward_args(const Value& input, const OpArgs& args) const;
   static Tensor forward(const LinearFwdArgs& args);
-  /// Saves `x` for the weight's gradient; an undefined one is to be made again in backward.
-  void save_ctx(OperationContext& ctx, const Value& x, at::ScalarType input_dtype,
+  /// What forward made and backward needs: quantized operands, where there are some.
+  static Kept kept(const LinearFwdArgs& fwd, const OpArgs& args);
+  /// Saves `x` for the weight's gradient; an undefined one is to be made again in backward. Where
+  /// `kept` has quantized operands, it saves those.
+  void save_ctx(OperationContext& ctx, const Value& x, at::ScalarType input_dtype, Kept& kept,
                 const OpArgs& args) const;
   LinearBwdArgs backward_args(const OperationContext& ctx, const Value& grad_output) const;
   /// With the operands given instead of saved; either is used only where it is needed.
@@ -99,6 +116,8 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
   LIGATURE_OPTIONS_AS_DATA
 
  private:
+  void calibrate(const Value& input, const Value& weight, const OpArgs& args) const;
+
   MainGrad main_grad_;
 };
 TORCH_MODULE(BasicLinear);

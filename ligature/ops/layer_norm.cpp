@@ -12,6 +12,14 @@ kernels::NormForward LayerNormImpl::forward(const Tensor& x, at::ArrayRef<Tensor
                                      options.zero_centered_gamma, out_dtype);
 }
 
+kernels::NormQuantized LayerNormImpl::forward_quantize(const Tensor& x, at::ArrayRef<Tensor> params,
+                                               at::ScalarType out_dtype,
+                                               const kernels::QuantizeArgs& args) const {
+  return kernels::layer_norm_forward_quantize(x, contiguous(params[0]), contiguous(params[1]),
+                                              options.eps, options.zero_centered_gamma,
+                                              out_dtype, args);
+}
+
 Tensor LayerNormImpl::apply(const Tensor& x, const Tensor& mean, const Tensor& rstd,
                             const Tensor& w, const Tensor& b, bool zero_centered_gamma,
                             at::ScalarType out_dtype) const {

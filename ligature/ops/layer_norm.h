@@ -17,6 +17,9 @@ class LayerNormImpl : public Operation<LayerNormImpl, NormOperation> {
 
   kernels::NormForward forward(const Tensor& x, at::ArrayRef<Tensor> params,
                                at::ScalarType out_dtype) const override;
+  kernels::NormQuantized forward_quantize(const Tensor& x, at::ArrayRef<Tensor> params,
+                                          at::ScalarType out_dtype,
+                                          const kernels::QuantizeArgs& args) const override;
   Tensor apply(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& w,
                const Tensor& b, bool zero_centered_gamma, at::ScalarType out_dtype) const override;
 

@@ -56,8 +56,22 @@ std::optional<InferResult> NormOperation::infer(const InferArgs& args) const {
   return result;
 }
 
+NormOperation::Forward NormOperation::forward_to(const Tensor& x, at::ArrayRef<Tensor> params,
+                                                 at::ScalarType out_dtype,
+                                                 const Target& target) const {
+  const Target to = target.from(x.scalar_type()).from(out_dtype);
+  if (!to || options.normalized_shape.size() > 1) {
+    kernels::NormForward plain = forward(x, params, out_dtype);
+    return {std::move(plain.y), std::move(plain.mean), std::move(plain.rstd)};
+  }
+  kernels::NormQuantized made = forward_quantize(x, params, out_dtype, to.args(x.device()));
+  return {to.quantizer->assemble(std::move(made.y), x.sizes(), out_dtype), std::move(made.mean),
+          std::move(made.rstd)};
+}
+
 OpForwardResult NormOperation::op_forward_compute(const Value& input, const OpArgs& args) {
-  kernels::NormForward result = forward(prepare(input), args.params, output_dtype(input, args));
+  Forward result = forward_to(prepare(input), args.params, output_dtype(input, args),
+                              args.output_target());
   OpForwardResult out;
   out.output = std::move(result.y);
   if (result.mean.defined()) out.kept.tensors.emplace_back(std::move(result.mean));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ligature/kernels/norm.h"
+#include "ligature/kernels/quantize.h"
 #include "ligature/operation.h"
 #include "ligature/options.h"
 
@@ -58,6 +59,17 @@ class NormOperation : public BasicOperation {
   }
   virtual kernels::NormForward forward(const Tensor& x, at::ArrayRef<Tensor> params,
                                        at::ScalarType out_dtype) const = 0;
+  virtual kernels::NormQuantized forward_quantize(const Tensor& x, at::ArrayRef<Tensor> params,
+                                                  at::ScalarType out_dtype,
+                                                  const kernels::QuantizeArgs& args) const = 0;
+  struct Forward {
+    Value y;
+    Tensor mean;
+    Tensor rstd;
+  };
+  /// y in the format of `target` if it has one.
+  Forward forward_to(const Tensor& x, at::ArrayRef<Tensor> params, at::ScalarType out_dtype,
+                     const Target& target) const;
   /// The forward's y again.
   virtual Tensor apply(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& w,
                        const Tensor& b, bool zero_centered_gamma,

@@ -12,6 +12,13 @@ kernels::NormForward RMSNormImpl::forward(const Tensor& x, at::ArrayRef<Tensor> 
                                    options.zero_centered_gamma, out_dtype);
 }
 
+kernels::NormQuantized RMSNormImpl::forward_quantize(const Tensor& x, at::ArrayRef<Tensor> params,
+                                               at::ScalarType out_dtype,
+                                               const kernels::QuantizeArgs& args) const {
+  return kernels::rms_norm_forward_quantize(x, contiguous(params[0]), options.eps,
+                                            options.zero_centered_gamma, out_dtype, args);
+}
+
 Tensor RMSNormImpl::apply(const Tensor& x, const Tensor&, const Tensor& rstd, const Tensor& w,
                           const Tensor&, bool zero_centered_gamma, at::ScalarType out_dtype) const {
   return kernels::rms_norm_apply(x, rstd, contiguous(w), zero_centered_gamma, out_dtype);

@@ -31,7 +31,8 @@ FuserForwardResult ScaledActivationOperation::fuser_forward_compute(const Value&
                                                                     ArgsList args) {
   const Tensor x = prepare(input, ActivationOperation::compute_dtype(input, args[0]));
   FuserForwardResult out;
-  out.output = kernels::activation_forward(x, spec(), contiguous(args[0].extra_inputs[0]));
+  out.output = activation_forward_to(x, spec(), contiguous(args[0].extra_inputs[0]),
+                                     args[0].output_target());
   out.extra_outputs.resize(1);
   out.kept.resize(1);
   return out;
@@ -51,11 +52,15 @@ FuserBackwardResult ScaledActivationOperation::fuser_backward(CtxList ctxs,
   const OperationContext& ctx = *ctxs[0];
   const Value& input = ctx.saved_value(0);
   const at::ScalarType dtype = ctx.state.get_or("dtype", input.dtype());
-  auto grads = kernels::activation_backward(
+  const bool same = dtype == input.dtype();
+  ActivationGrads grads = activation_backward_to(
       prepare(grad_output, dtype), prepare(input, dtype), saved_spec(ctx, spec()),
-      contiguous(ctx.saved_tensor(1)), ctx.requires_grad.extra_input(0));
+      contiguous(ctx.saved_tensor(1)), ctx.requires_grad.extra_input(0), false,
+      same ? ctx.grad_input_target() : Target());
   FuserBackwardResult out;
-  if (ctx.requires_grad.input) out.grad_input = cast(grads.dx, input.dtype());
+  if (ctx.requires_grad.input) {
+    out.grad_input = same ? grads.dx : Value(cast(grads.dx.tensor(), input.dtype()));
+  }
   out.grad_params.resize(1);
   out.grad_extra_inputs = {{std::move(grads.dscales)}};
   return out;

@@ -17,7 +17,7 @@ std::string PythonQuantizer::format() const {
   return with_python([&] { return py::str(py::type::of(object())).cast<std::string>(); });
 }
 
-std::shared_ptr<QuantizedTensor> PythonQuantizer::quantize(const at::Tensor&) const {
+QuantizedPtr PythonQuantizer::quantize(const at::Tensor&, Usage) const {
   LIGATURE_CHECK_STATE(false, "a quantizer written in Python works for operations in Python only");
 }
 

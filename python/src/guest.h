@@ -15,9 +15,11 @@ Form form_from_string(const std::string& name);
 
 class PythonQuantizer : public Quantizer {
  public:
-  explicit PythonQuantizer(py::object quantizer) : quantizer_(hold(std::move(quantizer))) {}
+  explicit PythonQuantizer(py::object quantizer)
+      : Quantizer(Format{}), quantizer_(hold(std::move(quantizer))) {}
   std::string format() const override;
-  std::shared_ptr<QuantizedTensor> quantize(const at::Tensor& x) const override;
+  bool is_native() const override { return false; }
+  QuantizedPtr quantize(const at::Tensor& x, Usage usage) const override;
   py::object object() const { return py::reinterpret_borrow<py::object>(held(quantizer_)); }
 
  private:

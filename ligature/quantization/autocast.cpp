@@ -1,0 +1,175 @@
+#include "ligature/quantization/autocast.h"
+
+#include <ATen/ops/cat.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <exception>
+#include <map>
+
+#include "ligature/check.h"
+
+namespace ligature {
+namespace {
+
+struct Frame {
+  AutocastState state;
+  DelayedSource* source = nullptr;
+};
+
+struct ThreadState {
+  AutocastState now;
+  std::vector<Frame> outer;
+  int recomputing = 0;
+};
+
+thread_local ThreadState thread_state;
+
+// A forward pass inside a running backward pass is one that is run again.
+bool inside_backward() {
+  return torch::autograd::get_current_graph_task_id() >= 0 && at::GradMode::is_enabled();
+}
+
+}  // namespace
+
+const RecipePtr& AutocastState::active() const {
+  static const RecipePtr none;
+  return enabled || calibrating ? recipe : none;
+}
+
+at::Tensor DelayedSession::scale_of(const DelayedScalePtr& delayed, bool& record) {
+  if (delayed->recipe == nullptr) return delayed->scale;
+  record = !is_recomputing();
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto [found, fresh] = index_.emplace(delayed.get(), met_.size());
+  if (fresh) met_.push_back({delayed, delayed->scale});
+  return met_[found->second].scale;
+}
+
+void DelayedSession::update() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (updated_) return;
+  updated_ = true;
+  if (met_.empty()) return;
+  at::NoGradGuard no_grad;
+  c10::InferenceMode no_inference(false);
+  if (reduce_) {
+    std::vector<at::Tensor> shared;
+    for (const Met& met : met_) {
+      if (met.delayed->recipe->options.reduce_amax) shared.push_back(met.delayed->amax);
+    }
+    if (!shared.empty()) {
+      at::Tensor flat = at::cat(shared);
+      reduce_(flat);
+      for (size_t i = 0; i < shared.size(); ++i) {
+        shared[i].copy_(flat.narrow(0, static_cast<int64_t>(i), 1));
+      }
+    }
+  }
+  for (const Met& met : met_) met.delayed->recipe->update(*met.delayed);
+}
+
+const AutocastState& autocast_state() { return thread_state.now; }
+int autocast_depth() { return static_cast<int>(thread_state.outer.size()); }
+bool is_recomputing() { return thread_state.recomputing > 0; }
+
+RecipePtr default_recipe() {
+  static const RecipePtr recipe = std::make_shared<DelayedScaling>();
+  return recipe;
+}
+
+void enter_autocast(AutocastOptions options) {
+  ThreadState& thread = thread_state;
+  AutocastState next;
+  next.enabled = options.enabled;
+  next.calibrating = options.calibrating;
+  next.recipe = options.recipe != nullptr ? std::move(options.recipe) : default_recipe();
+  next.reduce_amax = std::move(options.reduce_amax);
+  if (thread.outer.empty() && !(is_recomputing() && thread.now.session != nullptr)) {
+    next.session = std::make_shared<DelayedSession>();
+  } else {
+    next.session = thread.now.session;
+  }
+  if (next.reduce_amax && !next.session->reduction()) {
+    next.session->set_reduction(next.reduce_amax);
+  }
+  thread.outer.push_back({std::move(thread.now), DelayedSource::exchange(next.session.get())});
+  thread.now = std::move(next);
+  if (inside_backward()) ++thread.recomputing;
+}
+
+void exit_autocast(bool update) {
+  ThreadState& thread = thread_state;
+  LIGATURE_CHECK_STATE(!thread.outer.empty(), "autocast was left more often than it was entered");
+  const AutocastState last = std::move(thread.now);
+  Frame& outer = thread.outer.back();
+  thread.now = std::move(outer.state);
+  DelayedSource::exchange(outer.source);
+  thread.outer.pop_back();
+  const bool again = is_recomputing();
+  if (inside_backward() && thread.recomputing > 0) --thread.recomputing;
+  if (update && thread.outer.empty() && !again) last.session->update();
+}
+
+void replace_recipe(const Recipe* before, const RecipePtr& now) {
+  ThreadState& thread = thread_state;
+  if (thread.now.recipe.get() == before) thread.now.recipe = now;
+  for (Frame& frame : thread.outer) {
+    if (frame.state.recipe.get() == before) frame.state.recipe = now;
+  }
+}
+
+Autocast::Autocast(AutocastOptions options) : exceptions_(std::uncaught_exceptions()) {
+  enter_autocast(std::move(options));
+}
+
+Autocast::~Autocast() { exit_autocast(std::uncaught_exceptions() == exceptions_); }
+
+RecomputeScope::RecomputeScope(const AutocastState& state)
+    : before_(std::move(thread_state.now)),
+      source_(DelayedSource::exchange(state.session.get())) {
+  thread_state.now = state;
+  ++thread_state.recomputing;
+}
+
+RecomputeScope::~RecomputeScope() {
+  --thread_state.recomputing;
+  thread_state.now = std::move(before_);
+  DelayedSource::exchange(source_);
+}
+
+std::shared_ptr<DelayedSession> backward_session(const AmaxReduction& reduce) {
+  static std::mutex mutex;
+  static std::map<int, std::shared_ptr<DelayedSession>> sessions;
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task < 0) return nullptr;
+  std::shared_ptr<DelayedSession> session;
+  bool fresh = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto& entry = sessions[task];
+    fresh = entry == nullptr;
+    if (fresh) entry = std::make_shared<DelayedSession>();
+    session = entry;
+    // Passes that failed never end; their entries are dropped when many newer ones exist.
+    while (sessions.size() > 64) sessions.erase(sessions.begin());
+  }
+  if (reduce && !session->reduction()) session->set_reduction(reduce);
+  if (!fresh) return session;
+  torch::autograd::Engine::get_default_engine().queue_callback([task] {
+    std::shared_ptr<DelayedSession> ended;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      const auto found = sessions.find(task);
+      if (found == sessions.end()) return;
+      ended = std::move(found->second);
+      sessions.erase(found);
+    }
+    ended->update();
+  });
+  return session;
+}
+
+}  // namespace ligature

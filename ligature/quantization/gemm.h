@@ -1,0 +1,28 @@
+// The products of a linear layer over values of which some are quantized. Without hardware for a
+// format they run emulated and lose nothing: elements times their block's factor are exact in
+// bfloat16, so it is a bfloat16 product accumulated in float32, with the float factors applied to
+// the result. Float factors per block are applied to each block's partial sum.
+#pragma once
+
+#include "ligature/value.h"
+
+namespace ligature {
+
+struct ProductArgs {
+  at::ScalarType dtype = at::kFloat;  ///< of the result, and of operands that are not quantized
+  Tensor bias;                        ///< optional
+  Tensor add;                         ///< optional
+  double alpha = 1.0;
+};
+
+/// y = alpha * x w^T + bias + add
+Tensor quantized_linear_forward(const Value& x, const Value& w, const ProductArgs& args);
+/// dx = alpha * dy w + add
+Tensor quantized_linear_input_grad(const Value& dy, const Value& w, const ProductArgs& args);
+/// dw = alpha * dy^T x
+Tensor quantized_linear_weight_grad(const Value& dy, const Value& x, const ProductArgs& args);
+/// out = alpha * dy^T x, or out += alpha * dy^T x
+void quantized_linear_weight_grad_into(Tensor& out, const Value& dy, const Value& x,
+                                       bool accumulate, const ProductArgs& args);
+
+}  // namespace ligature

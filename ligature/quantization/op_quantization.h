@@ -1,0 +1,65 @@
+// What one operation has of a recipe: its quantizers, and the weight it quantized last.
+#pragma once
+
+#include <mutex>
+
+#include "ligature/quantization/recipe.h"
+#include "ligature/value.h"
+
+namespace ligature {
+
+/// A weight in low precision, made once per version of the parameter.
+class WeightCache {
+ public:
+  /// The weight as it was quantized last, or quantized anew when it has changed.
+  QuantizedPtr get(const Tensor& weight, const Quantizer& quantizer, Usage usage);
+  void clear();
+
+ private:
+  bool holds(const Tensor& weight, Usage usage) const;
+
+  std::mutex mutex_;
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weight_{
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+  uint32_t version_ = 0;
+  const void* data_ = nullptr;
+  uint64_t sample_ = 0;
+  Usage usage_{false, false};
+  QuantizedPtr quantized_;
+};
+
+struct OpQuantization {
+  RecipePtr recipe;
+  std::vector<std::shared_ptr<Quantizer>> forward;   ///< null entries stay in high precision
+  std::vector<std::shared_ptr<Quantizer>> backward;
+  WeightCache weight;
+
+  const Quantizer* forward_quantizer(size_t i) const {
+    return i < forward.size() ? forward[i].get() : nullptr;
+  }
+  const Quantizer* backward_quantizer(size_t i) const {
+    return i < backward.size() ? backward[i].get() : nullptr;
+  }
+};
+using OpQuantizationPtr = std::shared_ptr<OpQuantization>;
+
+/// What to quantize with, in one call: null when the value stays as it is.
+struct Target {
+  const Quantizer* quantizer = nullptr;
+  Usage usage;
+
+  explicit operator bool() const {
+    return quantizer != nullptr && quantizer->is_native() && (usage.rowwise || usage.columnwise);
+  }
+  /// Where a kernel can write this format from values of `dtype`.
+  Target from(at::ScalarType dtype) const { return dtype == at::kDouble ? Target() : *this; }
+  Usage usage_on(at::Device device) const { return quantizer->usage_for(usage, device); }
+  kernels::QuantizeArgs args(at::Device device) const {
+    return quantizer->args(usage_on(device), device);
+  }
+};
+
+/// `x` in the format of `target`: as it is, when it is in it already or there is no target.
+Value quantize_to(const Value& x, const Target& target, at::ScalarType dtype);
+
+}  // namespace ligature

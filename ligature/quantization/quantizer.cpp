@@ -1,0 +1,135 @@
+#include "ligature/quantization/quantizer.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+#include <mutex>
+
+#include "ligature/check.h"
+#include "ligature/meta.h"
+
+namespace ligature {
+namespace {
+
+thread_local DelayedSource* delayed_source = nullptr;
+
+uint64_t random_seed() {
+  auto generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
+}
+
+void check_format(const Format& f) {
+  const bool fp4 = f.element == Element::E2M1;
+  LIGATURE_CHECK(fp4 == (f.scaling == Scaling::NV), "blocks of 16 hold E2M1 values and nothing ",
+                 "else does, got ", element_name(f.element), " for ", f.name());
+  LIGATURE_CHECK(!f.block_2d || (!f.row_scaled && !f.hadamard),
+                 "a format with square blocks has no factor per row and no Hadamard transform");
+  LIGATURE_CHECK(f.amax_epsilon >= 0, "amax_epsilon must be zero or more, got ", f.amax_epsilon);
+}
+
+}  // namespace
+
+DelayedSource* DelayedSource::current() { return delayed_source; }
+DelayedSource* DelayedSource::exchange(DelayedSource* source) {
+  return std::exchange(delayed_source, source);
+}
+
+Quantizer::Quantizer(Format format, Usage usage_) : usage(usage_), format_(format) {
+  check_format(format_);
+}
+
+std::string Quantizer::why_not(const at::Tensor& x) const {
+  const at::ScalarType dtype = x.scalar_type();
+  if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf) {
+    return "low precision takes float32, bfloat16 or float16, got " +
+           to_string(ValueMeta::of(x));
+  }
+  if (x.dim() == 0) return "low precision takes tensors of one or more dimensions, got []";
+  return "";
+}
+
+Usage Quantizer::usage_for(Usage wanted, at::Device) const {
+  if (!format_.orientations_agree() || (!wanted.rowwise && !wanted.columnwise)) return wanted;
+  return {true, false};
+}
+
+kernels::QuantizeArgs Quantizer::args(Usage wanted, at::Device device) const {
+  LIGATURE_CHECK(wanted.rowwise || wanted.columnwise,
+                 "a quantizer for ", format(), " was asked for neither orientation");
+  kernels::QuantizeArgs out;
+  out.format = format_;
+  out.rowwise = wanted.rowwise;
+  out.columnwise = wanted.columnwise;
+  if (device.is_meta()) return out;
+  out.reduce_amax = reduce_amax;
+  if (format_.scaling == Scaling::Delayed) {
+    LIGATURE_CHECK_STATE(delayed != nullptr && delayed->scale.defined(),
+                         "a quantizer of delayed scaling has no scale");
+    bool record = true;
+    out.scale = delayed_source != nullptr ? delayed_source->scale_of(delayed, record)
+                                          : delayed->scale;
+    if (record) out.amax = delayed->amax;
+  }
+  if (format_.stochastic_rounding) out.seed = random_seed();
+  return out;
+}
+
+QuantizedPtr Quantizer::assemble(kernels::QuantizedPair parts, at::IntArrayRef sizes,
+                                 at::ScalarType dtype) const {
+  return std::make_shared<QuantizedTensor>(format_, sizes.vec(), dtype, std::move(parts),
+                                           shared_from_this());
+}
+
+QuantizedPtr Quantizer::quantize(const at::Tensor& x, Usage wanted) const {
+  const std::string why = why_not(x);
+  LIGATURE_CHECK_TYPE(why.empty(), why);
+  at::Tensor plain = x.is_contiguous() ? x : x.contiguous();
+  return assemble(kernels::quantize(plain, args(wanted, x.device())), x.sizes(), x.scalar_type());
+}
+
+void Quantizer::update(const at::Tensor& x, QuantizedTensor& to) const {
+  LIGATURE_CHECK(x.sizes() == to.sizes(), "wanted a tensor of shape ", sizes_string(to.sizes()),
+                 ", got ", sizes_string(x.sizes()));
+  const Usage present{to.rowwise().defined(), to.columnwise().defined()};
+  to.copy_from(*quantize(x.to(to.device()), present)->with_dtype(to.dtype()));
+}
+
+QuantizedPtr Quantizer::make_empty(at::IntArrayRef sizes, at::ScalarType dtype,
+                                   at::Device device) const {
+  const at::Tensor zeros = at::zeros(sizes, at::TensorOptions(dtype).device(device));
+  const std::string why = why_not(zeros);
+  LIGATURE_CHECK_TYPE(why.empty(), why);
+  kernels::QuantizeArgs empty;
+  empty.format = format_;
+  empty.rowwise = usage.rowwise;
+  empty.columnwise = usage.columnwise;
+  if (format_.scaling == Scaling::Delayed) empty.scale = delayed->scale;
+  return assemble(kernels::quantize(zeros, empty), sizes, dtype);
+}
+
+void Quantizer::calibrate(const at::Tensor& x) const {
+  if (format_.scaling != Scaling::Delayed || x.is_meta()) return;
+  bool record = true;
+  if (delayed_source != nullptr) delayed_source->scale_of(delayed, record);
+  if (record) kernels::update_amax(x.is_contiguous() ? x : x.contiguous(), delayed->amax);
+}
+
+std::shared_ptr<Quantizer> make_delayed_quantizer(Element element, int64_t history,
+                                                  at::Device device) {
+  Format format;
+  format.scaling = Scaling::Delayed;
+  format.element = element;
+  auto made = std::make_shared<Quantizer>(format);
+  const auto options = at::TensorOptions(at::kFloat).device(device);
+  made->delayed = std::make_shared<DelayedScale>();
+  made->delayed->scale = at::full({1}, 1.0f, options);
+  made->delayed->amax = at::zeros({1}, options);
+  made->delayed->history = at::zeros({history}, options);
+  made->delayed->max_value = max_value(element);
+  return made;
+}
+
+}  // namespace ligature

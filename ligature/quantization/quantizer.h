@@ -1,0 +1,89 @@
+// A quantizer makes tensors of one format. Those of delayed scaling share their factor and their
+// largest values with the recipe's state.
+#pragma once
+
+#include "ligature/quantization/quantized_tensor.h"
+
+namespace ligature {
+
+/// Which orientations are wanted: row-wise data for products over a tensor's last dimension,
+/// column-wise data for those over the others.
+struct Usage {
+  bool rowwise = true;
+  bool columnwise = true;
+  bool operator==(const Usage&) const = default;
+};
+
+class DelayedScaling;
+
+/// What delayed scaling remembers of one tensor from step to step.
+struct DelayedScale {
+  at::Tensor scale;    ///< float [1]: values are multiplied by it; replaced, not overwritten
+  at::Tensor amax;     ///< float [1]: the largest magnitude since the last update
+  at::Tensor history;  ///< float [amax_history_len]: earlier ones, the newest first
+  float max_value = 448.0f;
+  /// By which it is updated; null: by nobody, it is the user's own.
+  std::shared_ptr<const DelayedScaling> recipe;
+};
+using DelayedScalePtr = std::shared_ptr<DelayedScale>;
+
+class Quantizer : public std::enable_shared_from_this<Quantizer> {
+ public:
+  explicit Quantizer(Format format, Usage usage = {});
+  virtual ~Quantizer() = default;
+
+  virtual std::string format() const { return format_.name(); }
+  /// Can kernels quantize for it? One of a host language only hands out itself.
+  virtual bool is_native() const { return true; }
+  const Format& format_tag() const { return format_; }
+
+  /// Both orientations as asked for; where one can stand in for the other on this device, only it.
+  Usage usage_for(Usage wanted, at::Device device) const;
+
+  virtual QuantizedPtr quantize(const at::Tensor& x, Usage usage) const;
+  QuantizedPtr quantize(const at::Tensor& x) const { return quantize(x, usage); }
+  /// For a kernel that quantizes its own result: what it has to know ...
+  virtual kernels::QuantizeArgs args(Usage usage, at::Device device) const;
+  /// ... and the tensor made of what it gives.
+  QuantizedPtr assemble(kernels::QuantizedPair parts, at::IntArrayRef sizes,
+                        at::ScalarType dtype) const;
+
+  /// Writes x into the memory of `to`, in to's format and orientations.
+  void update(const at::Tensor& x, QuantizedTensor& to) const;
+  /// Of this shape, all zeros.
+  QuantizedPtr make_empty(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) const;
+  /// Why this tensor cannot be quantized; empty when it can.
+  std::string why_not(const at::Tensor& x) const;
+  /// Notes the largest magnitude without quantizing; nothing for formats that need none.
+  void calibrate(const at::Tensor& x) const;
+
+  virtual std::shared_ptr<Quantizer> copy() const { return std::make_shared<Quantizer>(*this); }
+
+  Usage usage;              ///< when none is given
+  DelayedScalePtr delayed;  ///< Delayed only
+  /// Current and NV: shares the largest magnitude with other processes; may be empty.
+  std::function<void(at::Tensor&)> reduce_amax;
+  /// What stands for it in a host language; not owned.
+  void* host = nullptr;
+
+ private:
+  Format format_;
+};
+
+/// A quantizer of delayed scaling with a factor of 1 and an empty history of this length.
+std::shared_ptr<Quantizer> make_delayed_quantizer(Element element, int64_t history,
+                                                  at::Device device);
+
+/// Where quantizers of delayed scaling read their factor and note their largest values: set by
+/// whoever runs operations. Without one they use their own.
+class DelayedSource {
+ public:
+  virtual ~DelayedSource() = default;
+  /// The factor to use now; `record`: whether to note the largest value.
+  virtual at::Tensor scale_of(const DelayedScalePtr& delayed, bool& record) = 0;
+  static DelayedSource* current();
+  /// Sets it for this thread and returns the one before.
+  static DelayedSource* exchange(DelayedSource* source);
+};
+
+}  // namespace ligature

@@ -1,0 +1,206 @@
+#include "ligature/quantization/recipe.h"
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/max.h>
+#include <c10/core/InferenceMode.h>
+
+#include <atomic>
+#include <cmath>
+#include <sstream>
+
+#include "ligature/check.h"
+#include "ligature/meta.h"
+
+namespace ligature {
+namespace {
+
+bool is_gradient(const QuantizerRole& role) { return role.tensor_type.starts_with("grad"); }
+bool is_weight(const QuantizerRole& role) { return role.tensor_type == "weight"; }
+
+Element element_of(Fp8Format format, const QuantizerRole& role) {
+  if (format == Fp8Format::Hybrid) return is_gradient(role) ? Element::E5M2 : Element::E4M3;
+  return format == Fp8Format::E5M2 ? Element::E5M2 : Element::E4M3;
+}
+
+template <class... Fields>
+std::string make_key(const char* name, const Fields&... fields) {
+  std::ostringstream out;
+  out << name << "(";
+  ((out << fields << ","), ...);
+  out << ")";
+  return out.str();
+}
+
+void check_block_dim(const char* what, int64_t dim) {
+  LIGATURE_CHECK(dim == 1 || dim == 2, "[Float8BlockScaling] ", what, " must be 1 or 2, got ", dim);
+}
+
+}  // namespace
+
+const char* fp8_format_name(Fp8Format format) {
+  return format == Fp8Format::E4M3 ? "E4M3" : format == Fp8Format::E5M2 ? "E5M2" : "HYBRID";
+}
+
+// ---- DelayedScaling
+
+DelayedScaling::DelayedScaling(DelayedScalingOptions given) : options(std::move(given)) {
+  LIGATURE_CHECK(options.amax_history_len > 0,
+                 "[DelayedScaling] amax_history_len must be positive, got ",
+                 options.amax_history_len);
+  LIGATURE_CHECK(options.amax_function || options.amax_compute_algo == "max" ||
+                     options.amax_compute_algo == "most_recent",
+                 "[DelayedScaling] amax_compute_algo must be 'max', 'most_recent' or a function, "
+                 "got '",
+                 options.amax_compute_algo, "'");
+  key_ = make_key("DelayedScaling", options.margin, fp8_format_name(options.fp8_format),
+                  options.amax_history_len, options.amax_compute_algo, options.reduce_amax,
+                  options.functions_key);
+}
+
+std::shared_ptr<Quantizer> DelayedScaling::make_quantizer(const QuantizerRole& role,
+                                                          at::Device device) const {
+  auto made = make_delayed_quantizer(element_of(options.fp8_format, role),
+                                     options.amax_history_len, device);
+  made->delayed->recipe = std::static_pointer_cast<const DelayedScaling>(shared_from_this());
+  return made;
+}
+
+void DelayedScaling::update(DelayedScale& delayed) const {
+  c10::InferenceMode no_inference(false);
+  at::NoGradGuard no_grad;
+  at::Tensor& history = delayed.history;
+  const int64_t length = history.size(0);
+  if (length > 1) history.narrow(0, 1, length - 1).copy_(history.narrow(0, 0, length - 1).clone());
+  history.narrow(0, 0, 1).copy_(delayed.amax);
+  delayed.amax.zero_();
+  const at::Tensor amax = options.amax_function ? options.amax_function(history).reshape({1})
+                          : options.amax_compute_algo == "max" ? at::max(history).reshape({1})
+                                                               : history.narrow(0, 0, 1);
+  if (options.scale_function) {
+    at::Tensor scale = options.scale_function(amax, delayed.scale, delayed.max_value);
+    LIGATURE_CHECK(scale.numel() == 1, "[DelayedScaling] scaling_factor_compute_algo must give one "
+                   "scale, got ", sizes_string(scale.sizes()));
+    delayed.scale = scale.to(at::kFloat).reshape({1}).clone();
+    return;
+  }
+  const float largest = amax.item<float>();
+  if (largest == 0.0f || !std::isfinite(largest)) return;
+  const float scale = delayed.max_value / largest / std::ldexp(1.0f, static_cast<int>(options.margin));
+  if (!std::isfinite(scale) || scale == 0.0f) return;
+  delayed.scale = at::full({1}, scale, delayed.scale.options());
+}
+
+// ---- Float8CurrentScaling
+
+Float8CurrentScaling::Float8CurrentScaling(Float8CurrentScalingOptions given)
+    : options(std::move(given)) {
+  key_ = make_key("Float8CurrentScaling", fp8_format_name(options.fp8_format),
+                  options.use_power_2_scales, options.amax_epsilon);
+}
+
+std::shared_ptr<Quantizer> Float8CurrentScaling::make_quantizer(const QuantizerRole& role,
+                                                                at::Device) const {
+  Format format;
+  format.scaling = Scaling::Current;
+  format.element = element_of(options.fp8_format, role);
+  format.power_of_2_scales = options.use_power_2_scales;
+  format.amax_epsilon = options.amax_epsilon;
+  return std::make_shared<Quantizer>(format);
+}
+
+// ---- Float8BlockScaling
+
+Float8BlockScaling::Float8BlockScaling(Float8BlockScalingOptions given)
+    : options(std::move(given)) {
+  check_block_dim("x_block_scaling_dim", options.x_block_scaling_dim);
+  check_block_dim("w_block_scaling_dim", options.w_block_scaling_dim);
+  check_block_dim("grad_block_scaling_dim", options.grad_block_scaling_dim);
+  LIGATURE_CHECK(options.x_block_scaling_dim == 1 || options.w_block_scaling_dim == 1 ||
+                     options.grad_block_scaling_dim == 1,
+                 "[Float8BlockScaling] one operand of a product has blocks of 1x128");
+  key_ = make_key("Float8BlockScaling", fp8_format_name(options.fp8_format),
+                  options.use_f32_scales, options.x_block_scaling_dim,
+                  options.w_block_scaling_dim, options.grad_block_scaling_dim,
+                  options.amax_epsilon);
+}
+
+std::shared_ptr<Quantizer> Float8BlockScaling::make_quantizer(const QuantizerRole& role,
+                                                              at::Device) const {
+  Format format;
+  format.scaling = Scaling::Block;
+  format.element = element_of(options.fp8_format, role);
+  format.power_of_2_scales = !options.use_f32_scales;
+  format.amax_epsilon = options.amax_epsilon;
+  const int64_t dim = is_weight(role)     ? options.w_block_scaling_dim
+                      : is_gradient(role) ? options.grad_block_scaling_dim
+                                          : options.x_block_scaling_dim;
+  format.block_2d = dim == 2;
+  return std::make_shared<Quantizer>(format);
+}
+
+// ---- MXFP8BlockScaling
+
+MXFP8BlockScaling::MXFP8BlockScaling(MXFP8BlockScalingOptions given) : options(std::move(given)) {
+  key_ = make_key("MXFP8BlockScaling", fp8_format_name(options.fp8_format),
+                  options.enable_2d_quantization);
+}
+
+std::shared_ptr<Quantizer> MXFP8BlockScaling::make_quantizer(const QuantizerRole& role,
+                                                             at::Device) const {
+  Format format;
+  format.scaling = Scaling::MX;
+  format.element = element_of(options.fp8_format, role);
+  format.block_2d = options.enable_2d_quantization && is_weight(role);
+  return std::make_shared<Quantizer>(format);
+}
+
+// ---- NVFP4BlockScaling
+
+NVFP4BlockScaling::NVFP4BlockScaling(NVFP4BlockScalingOptions given) : options(std::move(given)) {
+  const std::string& where = options.nvfp4_4over6;
+  LIGATURE_CHECK(
+      where == "none" || where == "weights" || where == "activations" || where == "all",
+      "[NVFP4BlockScaling] nvfp4_4over6 must be 'none', 'weights', 'activations' or 'all', got '",
+      where, "'");
+  LIGATURE_CHECK(options.nvfp4_4over6_err_mode == "MAE" || options.nvfp4_4over6_err_mode == "MSE",
+                 "[NVFP4BlockScaling] nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got '",
+                 options.nvfp4_4over6_err_mode, "'");
+  key_ = make_key("NVFP4BlockScaling", options.disable_rht, options.disable_stochastic_rounding,
+                  options.disable_2d_quantization, options.row_scaled_activation, where,
+                  options.nvfp4_4over6_err_mode);
+}
+
+std::shared_ptr<Quantizer> NVFP4BlockScaling::make_quantizer(const QuantizerRole& role,
+                                                             at::Device) const {
+  Format format;
+  format.scaling = Scaling::NV;
+  format.element = Element::E2M1;
+  const bool weight = is_weight(role);
+  const bool gradient = is_gradient(role);
+  format.block_2d = weight && !options.disable_2d_quantization;
+  format.hadamard = !weight && !options.disable_rht;
+  format.stochastic_rounding = gradient && !options.disable_stochastic_rounding;
+  format.row_scaled = !weight && !gradient && options.row_scaled_activation;
+  const std::string& where = options.nvfp4_4over6;
+  if (where == "all" ? !gradient : where == "weights" ? weight : where == "activations" && !weight && !gradient) {
+    format.four_over_six = options.nvfp4_4over6_err_mode == "MAE" ? FourOverSix::MeanAbsolute
+                                                                  : FourOverSix::MeanSquare;
+  }
+  return std::make_shared<Quantizer>(format);
+}
+
+// ---- CustomRecipe
+
+CustomRecipe::CustomRecipe(Factory factory, const std::string& factory_key)
+    : factory_(std::move(factory)) {
+  static std::atomic<uint64_t> made{0};
+  LIGATURE_CHECK(factory_ != nullptr, "[CustomRecipe] qfactory must be a function, got none");
+  key_ = make_key("CustomRecipe", factory_key.empty() ? std::to_string(++made) : factory_key);
+}
+
+std::shared_ptr<Quantizer> CustomRecipe::make_quantizer(const QuantizerRole& role,
+                                                        at::Device) const {
+  return factory_(role);
+}
+
+}  // namespace ligature

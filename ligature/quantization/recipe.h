@@ -1,0 +1,155 @@
+// Recipes: which tensor is computed with in which format. A recipe is a constant; what changes from
+// step to step belongs to the operations.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ligature/quantization/quantizer.h"
+
+namespace ligature {
+
+/// Which FP8 type: one for everything, or E4M3 in forward and E5M2 for gradients.
+enum class Fp8Format { E4M3, E5M2, Hybrid };
+const char* fp8_format_name(Fp8Format format);
+
+/// What a quantizer is for.
+struct QuantizerRole {
+  std::string module_type;  ///< "linear"
+  std::string tensor_type;  ///< "input", "weight" or "grad_output"
+  std::string name;         ///< of the operation
+};
+
+class Recipe : public std::enable_shared_from_this<Recipe> {
+ public:
+  virtual ~Recipe() = default;
+  /// "DelayedScaling"
+  virtual std::string name() const = 0;
+  /// Equal keys mean equal plans and one state: the type and every field.
+  const std::string& key() const { return key_; }
+  /// Null: this tensor stays in high precision.
+  virtual std::shared_ptr<Quantizer> make_quantizer(const QuantizerRole& role,
+                                                    at::Device device) const = 0;
+  /// What stands for it in a host language; not owned.
+  void* host = nullptr;
+
+ protected:
+  std::string key_;
+};
+using RecipePtr = std::shared_ptr<const Recipe>;
+
+struct DelayedScalingOptions {
+  int64_t margin = 0;
+  Fp8Format fp8_format = Fp8Format::Hybrid;
+  int64_t amax_history_len = 1024;
+  std::string amax_compute_algo = "max";  ///< or "most_recent"
+  bool reduce_amax = true;
+  /// Instead of the above: the largest value from a history, newest first; the scale from it.
+  std::function<at::Tensor(const at::Tensor& history)> amax_function;
+  std::function<at::Tensor(const at::Tensor& amax, const at::Tensor& scale, double max_value)>
+      scale_function;
+  std::string functions_key;  ///< tells such functions apart
+};
+
+/// One factor per tensor, chosen from the largest values of earlier steps. Example:
+/// ```
+/// auto recipe = std::make_shared<DelayedScaling>(DelayedScalingOptions{.amax_history_len = 16});
+/// Autocast autocast({.recipe = recipe});
+/// ```
+class DelayedScaling : public Recipe {
+ public:
+  explicit DelayedScaling(DelayedScalingOptions options = {});
+  std::string name() const override { return "DelayedScaling"; }
+  std::shared_ptr<Quantizer> make_quantizer(const QuantizerRole& role,
+                                            at::Device device) const override;
+  /// Moves amax into the history and chooses the factor anew.
+  void update(DelayedScale& delayed) const;
+  const DelayedScalingOptions options;
+};
+
+struct Float8CurrentScalingOptions {
+  Fp8Format fp8_format = Fp8Format::Hybrid;
+  bool use_power_2_scales = false;
+  float amax_epsilon = 0;
+};
+
+/// One factor per tensor, from its own largest value.
+class Float8CurrentScaling : public Recipe {
+ public:
+  explicit Float8CurrentScaling(Float8CurrentScalingOptions options = {});
+  std::string name() const override { return "Float8CurrentScaling"; }
+  std::shared_ptr<Quantizer> make_quantizer(const QuantizerRole& role,
+                                            at::Device device) const override;
+  const Float8CurrentScalingOptions options;
+};
+
+struct Float8BlockScalingOptions {
+  Fp8Format fp8_format = Fp8Format::E4M3;
+  bool use_f32_scales = false;
+  int64_t x_block_scaling_dim = 1;
+  int64_t w_block_scaling_dim = 2;
+  int64_t grad_block_scaling_dim = 1;
+  float amax_epsilon = 0;
+};
+
+/// One factor per 1x128 block of activations and gradients and per 128x128 block of weights.
+class Float8BlockScaling : public Recipe {
+ public:
+  explicit Float8BlockScaling(Float8BlockScalingOptions options = {});
+  std::string name() const override { return "Float8BlockScaling"; }
+  std::shared_ptr<Quantizer> make_quantizer(const QuantizerRole& role,
+                                            at::Device device) const override;
+  const Float8BlockScalingOptions options;
+};
+
+struct MXFP8BlockScalingOptions {
+  Fp8Format fp8_format = Fp8Format::E4M3;
+  bool enable_2d_quantization = false;  ///< of weights
+};
+
+/// A power of two per block of 32.
+class MXFP8BlockScaling : public Recipe {
+ public:
+  explicit MXFP8BlockScaling(MXFP8BlockScalingOptions options = {});
+  std::string name() const override { return "MXFP8BlockScaling"; }
+  std::shared_ptr<Quantizer> make_quantizer(const QuantizerRole& role,
+                                            at::Device device) const override;
+  const MXFP8BlockScalingOptions options;
+};
+
+struct NVFP4BlockScalingOptions {
+  bool disable_rht = false;
+  bool disable_stochastic_rounding = false;
+  bool disable_2d_quantization = false;
+  bool row_scaled_activation = false;
+  std::string nvfp4_4over6 = "none";           ///< "weights", "activations" or "all"
+  std::string nvfp4_4over6_err_mode = "MAE";  ///< or "MSE"
+};
+
+/// FP4 values with an E4M3 factor per block of 16 and a float factor above.
+class NVFP4BlockScaling : public Recipe {
+ public:
+  explicit NVFP4BlockScaling(NVFP4BlockScalingOptions options = {});
+  std::string name() const override { return "NVFP4BlockScaling"; }
+  std::shared_ptr<Quantizer> make_quantizer(const QuantizerRole& role,
+                                            at::Device device) const override;
+  const NVFP4BlockScalingOptions options;
+};
+
+/// A quantizer for each role from a function of the user's; null for high precision.
+class CustomRecipe : public Recipe {
+ public:
+  using Factory = std::function<std::shared_ptr<Quantizer>(const QuantizerRole& role)>;
+  /// `factory_key` tells factories apart; by default every recipe is another.
+  explicit CustomRecipe(Factory factory, const std::string& factory_key = "");
+  std::string name() const override { return "CustomRecipe"; }
+  std::shared_ptr<Quantizer> make_quantizer(const QuantizerRole& role,
+                                            at::Device device) const override;
+
+ private:
+  Factory factory_;
+};
+
+}  // namespace ligature
