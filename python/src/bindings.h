@@ -8,6 +8,8 @@ namespace ligature::python {
 namespace py = pybind11;
 
 void bind_config(py::module_& m);
+void bind_quantized(py::module_& m);
+void bind_recipes(py::module_& m);
 void bind_context(py::module_& m);
 void bind_operations(py::module_& m);
 void bind_guests(py::module_& m);

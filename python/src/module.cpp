@@ -21,6 +21,8 @@ PYBIND11_MODULE(_C, m) {
   });
   using namespace ligature::python;
   bind_config(m);
+  bind_quantized(m);
+  bind_recipes(m);
   bind_context(m);
   bind_operations(m);
   bind_guests(m);
