@@ -11,7 +11,50 @@ namespace {
 
 // What the block saves, all of it with its second linear: that one runs in backward whenever
 // anything before it does. What no gradient needs is undefined.
-enum Saved : size_t { kX, kMean, kRstd, kNormWeight, kNormBias, kW1, kZ, kW2, kNumSaved };
+// The scales are those of delayed scaling for the inputs of the linears.
+enum Saved : size_t {
+  kX,
+  kMean,
+  kRstd,
+  kNormWeight,
+  kNormBias,
+  kW1,
+  kZ,
+  kW2,
+  kScale1,
+  kScale2,
+  kNumSaved
+};
+
+// What a linear's forward keeps, in `kept` of the linear: its weight as it computed with it, and
+// the factor of its input.
+enum KeptByLinear : size_t { kWeight, kScale };
+
+const Quantizer* input_quantizer(const OpArgs& args) {
+  const bool on = args.quantization != nullptr && !args.calibrating;
+  return on ? args.quantization->forward_quantizer(0) : nullptr;
+}
+
+Kept keep(const LinearFwdArgs& fwd, const OpArgs& args) {
+  Kept made = BasicLinearImpl::kept(fwd, args);
+  const Quantizer* quantizer = input_quantizer(args);
+  Kept kept;
+  kept.tensors = {made.tensors.empty() ? Value() : made.tensors[1],
+                  quantizer != nullptr ? quantizer->delayed_scale() : Tensor()};
+  return kept;
+}
+
+/// The input of a linear as its forward had it, in the orientation that its weight's gradient needs.
+struct InputAgain {
+  InputAgain(const OperationContext& ctx, const Tensor& scale) {
+    const bool on = ctx.quantization != nullptr && !ctx.state.get_or("calibrating", false);
+    const Quantizer* own = on ? ctx.quantization->forward_quantizer(0) : nullptr;
+    if (own != nullptr) quantizer = own->again(scale);
+  }
+  Target target() const { return {quantizer.get(), {false, true}}; }
+
+  QuantizerPtr quantizer;
+};
 
 Tensor sum(const Tensor& a, const Tensor& b) {
   if (!a.defined()) return b;
@@ -41,24 +84,38 @@ DenseMLP::DenseMLP(const OpList& ops) : FusedOperation("DenseMLP", ops) {
 
 LinearFwdArgs DenseMLP::linear_args(const Part<BasicLinearImpl>& linear, const Part<BiasImpl>& bias,
                                     const Value& x, ArgsList args) const {
-  return linear_bias_args(*linear.op, bias.op, x, args[linear.at], bias ? &args[bias.at] : nullptr);
+  OpArgs forward_only = args[linear.at];
+  forward_only.requires_grad.params = 0;
+  return linear_bias_args(*linear.op, bias.op, x, forward_only, bias ? &args[bias.at] : nullptr);
 }
 
 FuserForwardResult DenseMLP::fuser_forward_compute(const Value& input, ArgsList args) {
-  kernels::NormForward norm = norm_->forward(prepare(input), args[norm_.at].params,
-                                             NormOperation::output_dtype(input, args[norm_.at]));
+  const Usage rowwise{true, false};
+  const Target to_fc1 = {forks_after_norm() ? nullptr : input_quantizer(args[fc1_.at]), rowwise};
+  NormOperation::Forward norm =
+      norm_->forward_to(prepare(input), args[norm_.at].params,
+                        NormOperation::output_dtype(input, args[norm_.at]), to_fc1);
   Tensor residual;
-  if (has_residual()) residual = forks_before_norm() ? input.dequantized() : norm.y;
+  if (has_residual()) residual = forks_before_norm() ? input.dequantized() : norm.y.tensor();
 
-  Tensor z = BasicLinearImpl::forward(linear_args(fc1_, bias1_, norm.y, args));
-  norm.y.reset();
+  FuserForwardResult result = fused_forward_result({}, num_basic_ops());
+  Tensor z;
+  {
+    const LinearFwdArgs fwd = linear_args(fc1_, bias1_, norm.y, args);
+    z = BasicLinearImpl::forward(fwd);
+    result.kept[fc1_.at] = keep(fwd, args[fc1_.at]);
+  }
+  norm.y = {};
   const bool keep_z = args[activation_.at].requires_grad.op || args[fc2_.at].requires_grad.param(0);
   const kernels::ActivationSpec spec = activation_->spec();
-  Tensor a = keep_z || kernels::is_gated(spec.kind) ? kernels::activation_forward(z, spec)
-                                                    : kernels::activation_forward_(z, spec);
+  const Target to_fc2 = {input_quantizer(args[fc2_.at]), rowwise};
+  Value a = to_fc2 || keep_z || kernels::is_gated(spec.kind)
+                ? activation_forward_to(z, spec, {}, to_fc2)
+                : Value(kernels::activation_forward_(z, spec));
 
   LinearFwdArgs fwd = linear_args(fc2_, bias2_, a, args);
-  FuserForwardResult result = fused_forward_result({}, num_basic_ops());
+  a = {};
+  result.kept[fc2_.at] = keep(fwd, args[fc2_.at]);
   if (has_residual()) {
     result.output = linear_forward_add(std::move(fwd), *join_.op, residual, args[join_.at]);
     result.extra_outputs[fork_].push_back(std::move(residual));
@@ -102,12 +159,24 @@ void DenseMLP::fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserFor
   }
   if (norm_again || needs(norm_.at).op) saved[kNormWeight] = norm_params[0];
   if (norm_again && norm_params.size() > 1) saved[kNormBias] = norm_params[1];
-  if (needs(fc1_.at).input) saved[kW1] = args[fc1_.at].params[0];
+  const auto weight = [&](const Part<BasicLinearImpl>& linear) -> Value {
+    const Value& kept = result.kept[linear.at].tensors[kWeight];
+    return kept.defined() ? kept : Value(args[linear.at].params[0]);
+  };
+  if (needs(fc1_.at).input) saved[kW1] = weight(fc1_);
+  if (norm_again) saved[kScale1] = result.kept[fc1_.at].tensors[kScale];
   if (!result.kept[activation_.at].tensors.empty()) {
     saved[kZ] = result.kept[activation_.at].tensors[0];
   }
-  if (needs(fc2_.at).input) saved[kW2] = args[fc2_.at].params[0];
+  if (needs(fc2_.at).input) saved[kW2] = weight(fc2_);
+  if (needs(fc2_.at).param(0)) saved[kScale2] = result.kept[fc2_.at].tensors[kScale];
   ctxs[fc2_.at]->save_for_backward(std::move(saved));
+}
+
+Target DenseMLP::grad_target(const OperationContext& ctx) const {
+  const bool on = ctx.quantization != nullptr && !ctx.state.get_or("calibrating", false);
+  if (!on) return {};
+  return {ctx.quantization->backward_quantizer(0), fc1_->grad_output_usage(ctx.requires_grad)};
 }
 
 FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_output,
@@ -131,8 +200,11 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
   const kernels::ActivationSpec spec = saved_spec(*ctxs[activation_.at], activation_->spec());
   Value da;
   {
-    Tensor a;
-    if (needs(fc2_.at).param(0)) a = kernels::activation_forward(saved.saved_tensor(kZ), spec);
+    const InputAgain again(*ctxs[fc2_.at], saved.saved_tensor(kScale2));
+    Value a;
+    if (needs(fc2_.at).param(0)) {
+      a = activation_forward_to(saved.saved_tensor(kZ), spec, {}, again.target());
+    }
     LinearGrads grads = fc2_->backward(
         fc2_->backward_args(*ctxs[fc2_.at], dy, a, saved.saved_value(kW2)), *ctxs[fc2_.at]);
     out.grad_params[fc2_.at] = {std::move(grads.dw)};
@@ -142,8 +214,8 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
 
   const bool need_dbias = bias1_ && needs(bias1_.at).param(0);
   const Tensor& z = saved.saved_tensor(kZ);
-  kernels::ActivationBackward dz =
-      kernels::activation_backward(prepare(da, z.scalar_type()), z, spec, {}, false, need_dbias);
+  ActivationGrads dz = activation_backward_to(prepare(da, z.scalar_type()), z, spec, {}, false,
+                                              need_dbias, grad_target(*ctxs[fc1_.at]));
   da = {};
   if (need_dbias) out.grad_params[bias1_.at] = {bias1_->cast_grad(*ctxs[bias1_.at], dz.dbias)};
   if (!needs(fc1_.at).op) return out;
@@ -151,13 +223,15 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
   Tensor dh;
   {
     const OperationContext& ctx = *ctxs[fc1_.at];
-    Tensor h;
+    const InputAgain again(ctx, saved.saved_tensor(kScale1));
+    Value h;
     if (needs(fc1_.at).param(0)) {
       h = norm_->apply(prepare(saved.saved_value(kX)), saved.saved_tensor(kMean),
                        saved.saved_tensor(kRstd), saved.saved_tensor(kNormWeight),
                        saved.saved_tensor(kNormBias),
                        norm_->saved_zero_centered_gamma(*ctxs[norm_.at]),
                        ctx.state.get<at::ScalarType>("input_dtype"));
+      h = quantize_to(h, again.target(), ctx.state.get<at::ScalarType>("dtype"));
     }
     LinearBwdArgs args = fc1_->backward_args(ctx, dz.dx, h, saved.saved_value(kW1));
     const bool add_in_gemm = forks_after_norm() && args.input_dtype == args.compute_dtype;
@@ -181,8 +255,13 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
 
 namespace {
 
-std::string why_not_recompute(const PlanOptions& options) {
-  if (options.recipe != nullptr) return "it computes in high precision only";
+std::string why_not_recompute(const Match& match, const PlanOptions& options) {
+  for (const OpPtr& op : match.ops) {
+    const auto* activation = dynamic_cast<const ActivationOperation*>(op.get());
+    if (activation != nullptr && activation->caches_quantized_input()) {
+      return "its activation caches a quantized input";
+    }
+  }
   return options.recompute == Recompute::Cheap ? "" : "recompute is not 'cheap'";
 }
 
@@ -215,7 +294,7 @@ std::string why_not_residual(const Match& match, const PlanOptions& options) {
     return "its AddExtraInput is not on channel '" + fork.extra_output_channel(0) + "'";
   }
   if (join.options.in_place) return "its AddExtraInput works in place";
-  return why_not_recompute(options);
+  return why_not_recompute(match, options);
 }
 
 }  // namespace
@@ -232,8 +311,7 @@ FusionRule dense_mlp_rule() {
   Pattern pattern{of<NormOperation>("a norm")};
   for (auto& element : block()) pattern.push_back(std::move(element));
   return {"DenseMLP", std::move(pattern),
-          [](const Match&, const PlanOptions& options) { return why_not_recompute(options); },
-          make_dense_mlp};
+          why_not_recompute, make_dense_mlp};
 }
 
 }  // namespace ligature

@@ -36,8 +36,11 @@ class DenseMLP : public FusedOperation {
   bool forks_before_norm() const { return has_residual() && fork_ < norm_.at; }
   bool forks_after_norm() const { return has_residual() && fork_ > norm_.at; }
   bool has_residual() const { return static_cast<bool>(join_); }
+  /// Of forward alone: the input's orientation for backward is made again there.
   LinearFwdArgs linear_args(const Part<BasicLinearImpl>& linear, const Part<BiasImpl>& bias,
                             const Value& x, ArgsList args) const;
+  /// The format of the gradient of the first linear's output.
+  Target grad_target(const OperationContext& ctx) const;
 
   Part<NormOperation> norm_;
   Part<BasicLinearImpl> fc1_;

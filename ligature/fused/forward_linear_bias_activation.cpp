@@ -29,7 +29,10 @@ FuserForwardResult ForwardLinearBiasActivation::fuser_forward_compute(const Valu
   } else {
     result.output = kernels::activation_forward_(z, spec);
   }
-  if (keep_z) result.kept.back().tensors.emplace_back(std::move(z));
+  if (keep_z) {
+    result.kept.back() = activation_->kept(z, args.back());
+    if (result.kept.back().tensors.empty()) result.kept.back().tensors.emplace_back(std::move(z));
+  }
   return result;
 }
 

@@ -13,6 +13,9 @@ struct ActivationGrads {
   Tensor dbias;
 };
 
+/// The input of an activation in FP8, to be kept for backward.
+Kept quantized_input(const BasicOperation& op, const Value& x, const OpArgs& args);
+
 /// The trait by which fusions know an activation.
 class ActivationOperation : public BasicOperation {
  public:
@@ -20,6 +23,8 @@ class ActivationOperation : public BasicOperation {
 
   virtual kernels::ActivationSpec spec() const = 0;
   bool is_gated() const { return kernels::is_gated(spec().kind); }
+  /// Is the input kept for backward in FP8?
+  virtual bool caches_quantized_input() const { return false; }
 
   OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
   void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
@@ -31,6 +36,10 @@ class ActivationOperation : public BasicOperation {
   // The pieces, for fusions that cover an activation.
   static at::ScalarType compute_dtype(const Value& input, const OpArgs& args) {
     return under_autocast(input.dtype(), args.autocast_dtype);
+  }
+  /// What to keep instead of the input x: nothing, or x in FP8.
+  Kept kept(const Value& x, const OpArgs& args) const {
+    return caches_quantized_input() ? quantized_input(*this, x, args) : Kept();
   }
   /// `dbias`: the gradient of a bias added to the input. `target`: the format of dx.
   ActivationGrads backward(const OperationContext& ctx, const Value& grad_output, bool need_dbias,
@@ -120,6 +129,7 @@ class ActivationOf : public Operation<Self, Base> {
     options.fill(spec);
     return spec;
   }
+  bool caches_quantized_input() const override { return options.cache_quantized_input; }
 
   Options options;
   void check_options(const Options& given) const { given.check(this->name().c_str()); }

@@ -35,12 +35,15 @@ FuserForwardResult ScaledActivationOperation::fuser_forward_compute(const Value&
                                      args[0].output_target());
   out.extra_outputs.resize(1);
   out.kept.resize(1);
+  if (caches_quantized_input()) out.kept[0] = quantized_input(*this, input, args[0]);
   return out;
 }
 
 void ScaledActivationOperation::fuser_forward_save_ctx(CtxList ctxs, const Value& input,
-                                                       FuserForwardResult&, ArgsList args) {
-  ctxs[0]->save_for_backward({input, args[0].extra_inputs[0]});
+                                                       FuserForwardResult& result,
+                                                       ArgsList args) {
+  const auto& kept = result.kept[0].tensors;
+  ctxs[0]->save_for_backward({kept.empty() ? input : kept[0], args[0].extra_inputs[0]});
   save_spec(*ctxs[0], spec());
   if (args[0].autocast_dtype) {
     ctxs[0]->state.set("dtype", ActivationOperation::compute_dtype(input, args[0]));

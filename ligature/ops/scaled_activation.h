@@ -11,6 +11,7 @@ class ScaledActivationOperation : public BasicOperation {
   using BasicOperation::BasicOperation;
 
   virtual kernels::ActivationSpec spec() const = 0;
+  virtual bool caches_quantized_input() const { return false; }
 
   size_t num_extra_inputs() const override { return 1; }
   FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override;

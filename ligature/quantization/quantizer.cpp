@@ -69,8 +69,8 @@ kernels::QuantizeArgs Quantizer::args(Usage wanted, at::Device device) const {
     LIGATURE_CHECK_STATE(delayed != nullptr && delayed->scale.defined(),
                          "a quantizer of delayed scaling has no scale");
     bool record = true;
-    out.scale = delayed_source != nullptr ? delayed_source->scale_of(delayed, record)
-                                          : delayed->scale;
+    out.scale =
+        delayed_source != nullptr ? delayed_source->scale_of(delayed, record) : delayed->scale;
     if (record) out.amax = delayed->amax;
   }
   if (format_.stochastic_rounding) out.seed = random_seed();
@@ -108,6 +108,20 @@ QuantizedPtr Quantizer::make_empty(at::IntArrayRef sizes, at::ScalarType dtype,
   empty.columnwise = usage.columnwise;
   if (format_.scaling == Scaling::Delayed) empty.scale = delayed->scale;
   return assemble(kernels::quantize(zeros, empty), sizes, dtype);
+}
+
+at::Tensor Quantizer::delayed_scale() const {
+  if (format_.scaling != Scaling::Delayed) return {};
+  bool record = false;
+  return delayed_source != nullptr ? delayed_source->scale_of(delayed, record) : delayed->scale;
+}
+
+QuantizerPtr Quantizer::again(const at::Tensor& scale) const {
+  if (format_.scaling != Scaling::Delayed) return shared_from_this();
+  auto made = copy();
+  made->delayed = std::make_shared<DelayedScale>();
+  made->delayed->scale = scale;
+  return made;
 }
 
 void Quantizer::calibrate(const at::Tensor& x) const {

@@ -57,6 +57,11 @@ class Quantizer : public std::enable_shared_from_this<Quantizer> {
   /// Notes the largest magnitude without quantizing; nothing for formats that need none.
   void calibrate(const at::Tensor& x) const;
 
+  /// Delayed scaling: the factor used now; undefined for other formats.
+  at::Tensor delayed_scale() const;
+  /// Itself, with a factor of delayed scaling that was used before; nothing is noted.
+  QuantizerPtr again(const at::Tensor& scale) const;
+
   virtual std::shared_ptr<Quantizer> copy() const { return std::make_shared<Quantizer>(*this); }
 
   Usage usage;              ///< when none is given

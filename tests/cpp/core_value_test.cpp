@@ -14,33 +14,12 @@ struct NoOptions {
   void fields(F&&) {}
 };
 
-/// Sixteenths in int8 with one scale: exact for the data below.
-class Sixteenths : public QuantizedTensor {
- public:
-  Sixteenths(Tensor data, Tensor scale) : data_(std::move(data)), scale_(std::move(scale)) {}
-  std::string format() const override { return "sixteenths"; }
-  at::IntArrayRef sizes() const override { return data_.sizes(); }
-  at::ScalarType dtype() const override { return at::kFloat; }
-  at::Device device() const override { return data_.device(); }
-  Tensor dequantize() const override { return data_.to(at::kFloat) * scale_; }
-  std::vector<Tensor> tensors() const override { return {data_, scale_}; }
-  std::shared_ptr<QuantizedTensor> with_tensors(std::vector<Tensor> tensors) const override {
-    return std::make_shared<Sixteenths>(tensors[0], tensors[1]);
-  }
-
- private:
-  Tensor data_;
-  Tensor scale_;
-};
-
-class SixteenthsQuantizer : public Quantizer {
- public:
-  std::string format() const override { return "sixteenths"; }
-  std::shared_ptr<QuantizedTensor> quantize(const Tensor& x) const override {
-    Tensor scale = torch::tensor(1.0F / 16, x.options());
-    return std::make_shared<Sixteenths>((x / scale).round().to(at::kChar), scale);
-  }
-};
+/// MXFP8 holds the data below exactly.
+std::shared_ptr<Quantizer> exact_quantizer() {
+  Format format;
+  format.scaling = Scaling::MX;
+  return std::make_shared<Quantizer>(format);
+}
 
 /// Hands its input on in the format that the next operation asks for.
 class ProducerImpl : public Operation<ProducerImpl> {
@@ -78,7 +57,7 @@ class ConsumerImpl : public Operation<ConsumerImpl> {
     return {dy.tensor() * 2 * ctx.saved_value(0).dequantized(), {}};
   }
   Options options;
-  QuantizerPtr quantizer = std::make_shared<SixteenthsQuantizer>();
+  QuantizerPtr quantizer = exact_quantizer();
   bool was_quantized = false;
   bool saved_quantized = false;
 };
@@ -87,7 +66,7 @@ TEST(Value, QuantizedBetweenTwoStepsAndInTheNode) {
   auto producer = std::make_shared<ProducerImpl>();
   auto consumer = std::make_shared<ConsumerImpl>();
   OperationFuser fuser({producer, consumer});
-  Tensor x = torch::tensor({0.25F, -1.0F, 0.5F}, on_device()).requires_grad_();
+  Tensor x = torch::tensor({0.25F, -1.0F, 0.5F}, at::kFloat).requires_grad_();
   Tensor y = fuser(x)[0];
   EXPECT_EQ(producer->asked, consumer->quantizer.get());
   EXPECT_TRUE(consumer->was_quantized);
@@ -103,11 +82,11 @@ TEST(Value, ALinearTakesAQuantizedInput) {
    public:
     using BasicLinearImpl::BasicLinearImpl;
     QuantizerPtr get_input_quantizer() override { return quantizer; }
-    QuantizerPtr quantizer = std::make_shared<SixteenthsQuantizer>();
+    QuantizerPtr quantizer = exact_quantizer();
   };
   auto linear = std::make_shared<QuantizingLinear>(3, 2);
   OperationFuser fuser({producer, linear});
-  Tensor x = torch::tensor({{0.25F, -1.0F, 0.5F}}, on_device()).requires_grad_();
+  Tensor x = torch::tensor({{0.25F, -1.0F, 0.5F}}, at::kFloat).requires_grad_();
   Tensor w = linear->weight();
   Tensor y = fuser(x)[0];
   Tensor reference = torch::linear(x.to(torch::kFloat64), w.to(torch::kFloat64));
@@ -119,7 +98,7 @@ TEST(Value, ALinearTakesAQuantizedInput) {
 }
 
 TEST(Value, PlainAccessToAQuantizedOneIsRefused) {
-  Value value(SixteenthsQuantizer().quantize(torch::ones({2}, on_device())));
+  Value value(exact_quantizer()->quantize(torch::ones({2})));
   EXPECT_THROW(value.tensor(), c10::Error);
   EXPECT_EQ(value.dequantized().sum().item<float>(), 2.0F);
 }
