@@ -1,6 +1,7 @@
 // Arithmetic the compiler can turn into vector code by itself: no branches, no libm calls for
 // float, sums over independent lanes. `LIGATURE_SIMD` marks the loops that hold it; such a function
-// is compiled for AVX2 too and the processor's version is chosen once, at load time.
+// is compiled for AVX2 too and the processor's version is chosen once, at load time; with
+// `LIGATURE_WIDE_SIMD` for AVX-512 as well.
 #pragma once
 
 #include <bit>
@@ -10,8 +11,11 @@
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define LIGATURE_SIMD __attribute__((target_clones("arch=x86-64-v3", "default")))
+#define LIGATURE_WIDE_SIMD \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define LIGATURE_SIMD
+#define LIGATURE_WIDE_SIMD
 #endif
 #define LIGATURE_INLINE [[gnu::always_inline]] inline
 

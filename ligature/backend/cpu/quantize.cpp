@@ -1,0 +1,322 @@
+// Quantization of a matrix: cut into units of rows and columns that threads share, each unit taken
+// row-wise from where it lies, and column-wise in tiles turned on their side.
+#include "ligature/backend/cpu/quantize.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include <atomic>
+#include <cfloat>
+
+#include "ligature/backend/cpu/float8.h"
+#include "ligature/backend/cpu/quantize_write.h"
+#include "ligature/backend/cpu/row_chunks.h"
+
+namespace ligature::cpu {
+namespace {
+
+// Rows handed to the row-wise steps at once, and columns of the tiles that are turned.
+constexpr int64_t kRows = 16;
+constexpr int64_t kTurnedColumns = 64;
+
+void raise(uint32_t& amax, uint32_t value) {
+  std::atomic_ref<uint32_t> shared(amax);
+  uint32_t before = shared.load(std::memory_order_relaxed);
+  while (before < value && !shared.compare_exchange_weak(before, value)) {
+  }
+}
+
+// Rows [first_row, end_row) and columns [first_column, end_column) of the matrix.
+struct Range {
+  int64_t first_row, end_row, first_column, end_column;
+
+  int64_t rows() const { return end_row - first_row; }
+  int64_t columns() const { return end_column - first_column; }
+};
+
+// The matrix as a grid of units, walked down a column of units before the next.
+struct Grid {
+  int64_t rows, columns, unit_rows, unit_columns, down, count;
+
+  Grid(int64_t rows_, int64_t columns_, int64_t unit_rows_, int64_t unit_columns_)
+      : rows(rows_),
+        columns(columns_),
+        unit_rows(unit_rows_),
+        unit_columns(unit_columns_),
+        down(ceil_div(rows, unit_rows)),
+        count(down * ceil_div(columns, unit_columns)) {}
+
+  Range unit(int64_t i) const {
+    const int64_t row = i % down * unit_rows, column = i / down * unit_columns;
+    return {row, std::min(row + unit_rows, rows), column, std::min(column + unit_columns, columns)};
+  }
+};
+
+template <typename T>
+class Quantization {
+ public:
+  Quantization(const RowSource& source, const QuantizeArgs& args)
+      : source_(source),
+        args_(args),
+        format_(args.format),
+        result_(shapes::empty_pair({source.rows, source.columns}, args, at::kCPU)) {
+    if (args.rowwise) rowwise_ = TileWriter(args, result_.rowwise, source.columns, 0);
+    if (args.columnwise) {
+      const int64_t columns = format_.hadamard ? ceil_div(source.rows, 16) * 16 : source.rows;
+      columnwise_ = TileWriter(args, result_.columnwise, columns, 1);
+    }
+  }
+
+  QuantizedPair run() {
+    if (needs_amax_first(format_)) {
+      prepare_amax();
+      walk(false, [&](const T* x, int64_t stride, const Range& range, Scratch& s) {
+        find_amax(x, stride, range, s);
+      });
+      use_amax();
+    } else if (format_.scaling == Scaling::Delayed) {
+      use_factor(args_.scale.const_data_ptr<float>()[0]);
+    }
+    walk(needs_amax_first(format_), [&](const T* x, int64_t stride, const Range& range,
+                                        Scratch& s) { write(x, stride, range, s); });
+    if (format_.scaling == Scaling::Delayed && args_.amax.defined()) {
+      float* amax = args_.amax.mutable_data_ptr<float>();
+      amax[0] = std::max(amax[0], std::bit_cast<float>(amax_));
+    }
+    return std::move(result_);
+  }
+
+ private:
+  struct Scratch {
+    TileScratch tile;
+    T turned[kTurned * kTurned];
+    float transformed[kTurned * kTurnedColumns];
+    float turned_transformed[kTurned * kTurnedColumns];
+  };
+
+  // Calls f(values, stride, range, scratch) for all of the matrix, in parallel.
+  template <typename F>
+  void walk(bool again, const F& f) const {
+    const int64_t unit_rows = args_.columnwise ? kTurned : std::max(kRows, rowwise_.blocks().group);
+    if (source_.stored) {
+      const Grid grid(source_.rows, source_.columns, unit_rows, kTileColumns);
+      const int64_t unit = unit_rows * std::min(source_.columns, kTileColumns);
+      at::parallel_for(0, grid.count, grain(unit), [&](int64_t first, int64_t last) {
+        const auto scratch = std::unique_ptr<Scratch>(new Scratch);
+        for (int64_t i = first; i < last; ++i) {
+          const Range range = grid.unit(i);
+          const T* x = static_cast<const T*>(source_.values);
+          f(x + range.first_row * source_.columns + range.first_column, source_.columns, range,
+            *scratch);
+        }
+      });
+      return;
+    }
+    const int64_t units = ceil_div(source_.rows, unit_rows);
+    at::parallel_for(
+        0, units, grain(unit_rows * source_.columns), [&](int64_t first, int64_t last) {
+          const auto scratch = std::unique_ptr<Scratch>(new Scratch);
+          const auto slab = make_buffer<T>(unit_rows * source_.columns);
+          const int64_t end = std::min(last * unit_rows, source_.rows);
+          const auto rows = source_.walk(first * unit_rows, end, again);
+          for (int64_t row = first * unit_rows; row < end; row += unit_rows) {
+            const int64_t row_end = std::min(row + unit_rows, end);
+            rows->next(row_end, slab.get());
+            for (int64_t c = 0; c < source_.columns; c += kTileColumns) {
+              const int64_t column_end = std::min(c + kTileColumns, source_.columns);
+              f(slab.get() + c, source_.columns, {row, row_end, c, column_end}, *scratch);
+            }
+          }
+          rows->finish();
+        });
+  }
+
+  static int64_t grain(int64_t unit) {
+    return ceil_div(kChunkElements, std::max<int64_t>(unit, 1));
+  }
+
+  bool plain_amax() const { return args_.rowwise || (args_.columnwise && !format_.hadamard); }
+
+  void prepare_amax() {
+    if (!format_.row_scaled) return;
+    if (args_.rowwise) row_amax_.assign(source_.rows, 0);
+    if (args_.columnwise) column_amax_.assign(source_.columns, 0);
+  }
+
+  void find_amax(const T* x, int64_t stride, const Range& range, Scratch& s) {
+    const Tile<T> tile{x, stride, range.rows(), range.columns()};
+    if (format_.row_scaled && args_.rowwise) {
+      uint32_t largest[kTurned] = {};
+      row_amax(tile, largest);
+      for (int64_t r = 0; r < tile.rows; ++r) raise(row_amax_[range.first_row + r], largest[r]);
+    }
+    if (format_.row_scaled && args_.columnwise && !format_.hadamard) {
+      uint32_t* largest = s.tile.amax;
+      std::fill_n(largest, tile.columns, 0);
+      column_amax(tile, largest);
+      for (int64_t c = 0; c < tile.columns; ++c) {
+        raise(column_amax_[range.first_column + c], largest[c]);
+      }
+    }
+    if (!format_.row_scaled && plain_amax()) raise(amax_, tile_amax(tile));
+    if (args_.columnwise && format_.hadamard) find_transformed_amax(tile, range, s);
+  }
+
+  void find_transformed_amax(const Tile<T>& tile, const Range& range, Scratch& s) {
+    for (int64_t c = 0; c < tile.columns; c += kTurnedColumns) {
+      const int64_t n = std::min(kTurnedColumns, tile.columns - c);
+      hadamard_columns(Tile<T>{tile.data + c, tile.stride, tile.rows, n}, false, s.transformed,
+                       kTurnedColumns);
+      const Tile<float> transformed{s.transformed, kTurnedColumns, ceil_div(tile.rows, 16) * 16, n};
+      if (!format_.row_scaled) {
+        raise(transformed_amax_, tile_amax(transformed));
+        continue;
+      }
+      uint32_t largest[kTurnedColumns] = {};
+      column_amax(transformed, largest);
+      for (int64_t i = 0; i < n; ++i) raise(column_amax_[range.first_column + c + i], largest[i]);
+    }
+  }
+
+  // Shares what was found with other processes, and sets the factors that it gives.
+  void use_amax() {
+    if (format_.scaling == Scaling::Current) {
+      float amax = std::bit_cast<float>(amax_);
+      if (args_.reduce_amax) {
+        Tensor shared = at::empty({1}, at::kFloat);
+        shared.mutable_data_ptr<float>()[0] = amax;
+        args_.reduce_amax(shared);
+        amax = shared.const_data_ptr<float>()[0];
+      }
+      return use_factor(factor_of(amax, max_value(format_.element), format_.amax_epsilon,
+                                  format_.power_of_2_scales));
+    }
+    const bool shared =
+        args_.rowwise && args_.columnwise && !format_.hadamard && !format_.row_scaled;
+    if (args_.rowwise) {
+      use_upper(rowwise_, result_.rowwise.amax, format_.row_scaled ? row_amax_.data() : &amax_,
+                row_upper_);
+    }
+    if (shared) return columnwise_.set_factors(row_upper_.data(), 0);
+    if (args_.columnwise) {
+      use_upper(columnwise_, result_.columnwise.amax,
+                format_.row_scaled ? column_amax_.data()
+                : format_.hadamard ? &transformed_amax_
+                                   : &amax_,
+                column_upper_);
+    }
+  }
+
+  void use_factor(float factor) {
+    factor_ = factor;
+    const QuantizedMatrix& any = args_.rowwise ? result_.rowwise : result_.columnwise;
+    any.scale.mutable_data_ptr<float>()[0] = 1.0f / factor;
+    rowwise_.set_factors(&factor_, 0);
+    columnwise_.set_factors(&factor_, 0);
+  }
+
+  void use_upper(TileWriter& writer, Tensor& amax, const uint32_t* found,
+                 std::vector<float>& upper) {
+    const int64_t n = amax.numel();
+    float* values = amax.mutable_data_ptr<float>();
+    for (int64_t i = 0; i < n; ++i) values[i] = std::min(std::bit_cast<float>(found[i]), FLT_MAX);
+    if (args_.reduce_amax) args_.reduce_amax(amax);
+    values = amax.mutable_data_ptr<float>();
+    upper.resize(n);
+    for (int64_t i = 0; i < n; ++i) upper[i] = nv_upper(values[i], format_);
+    writer.set_factors(upper.data(), format_.row_scaled ? 1 : 0);
+  }
+
+  void write(const T* x, int64_t stride, const Range& range, Scratch& s) {
+    const Tile<T> tile{x, stride, range.rows(), range.columns()};
+    if (format_.scaling == Scaling::Delayed && args_.amax.defined()) raise(amax_, tile_amax(tile));
+    if (args_.rowwise) {
+      const int64_t step = std::max(kRows, rowwise_.blocks().group);
+      for (int64_t r = 0; r < tile.rows; r += step) {
+        const int64_t n = std::min(step, tile.rows - r);
+        rowwise_.write(Tile<T>{x + r * stride, stride, n, tile.columns}, range.first_row + r,
+                       range.first_column, s.tile);
+      }
+    }
+    if (!args_.columnwise) return;
+    const int64_t step = std::max(kTurnedColumns, columnwise_.blocks().group);
+    for (int64_t c = 0; c < tile.columns; c += step) {
+      const int64_t n = std::min(step, tile.columns - c);
+      const Tile<T> piece{x + c, stride, tile.rows, n};
+      if (format_.hadamard) {
+        write_transformed(piece, range.first_row, range.first_column + c, s);
+      } else {
+        transpose_tile(piece, s.turned, kTurned);
+        columnwise_.write(Tile<T>{s.turned, kTurned, n, tile.rows}, range.first_column + c,
+                          range.first_row, s.tile);
+      }
+    }
+  }
+
+  void write_transformed(const Tile<T>& x, int64_t row, int64_t column, Scratch& s) {
+    const int64_t rows = ceil_div(x.rows, 16) * 16;
+    hadamard_columns(x, false, s.transformed, kTurnedColumns);
+    transpose_tile(Tile<float>{s.transformed, kTurnedColumns, rows, x.columns},
+                   s.turned_transformed, kTurned);
+    columnwise_.write(Tile<float>{s.turned_transformed, kTurned, x.columns, rows}, column, row,
+                      s.tile);
+  }
+
+  const RowSource& source_;
+  const QuantizeArgs& args_;
+  const Format& format_;
+  QuantizedPair result_;
+  TileWriter rowwise_, columnwise_;
+  uint32_t amax_ = 0, transformed_amax_ = 0;
+  std::vector<uint32_t> row_amax_, column_amax_;
+  float factor_ = 1;
+  std::vector<float> row_upper_, column_upper_;
+};
+
+template <typename F>
+auto dispatch(at::ScalarType dtype, const F& f) {
+  if (dtype == at::kBFloat16) return f(at::BFloat16{});
+  if (dtype == at::kHalf) return f(at::Half{});
+  return f(float{});
+}
+
+class StoredRows : public RowSource {
+ public:
+  explicit StoredRows(const Tensor& x) {
+    const auto shape = shapes::matrix_shape(x.sizes());
+    rows = shape.rows;
+    columns = shape.columns;
+    dtype = x.scalar_type();
+    stored = true;
+    values = x.const_data_ptr();
+  }
+  std::unique_ptr<Walk> walk(int64_t, int64_t, bool) const override { return nullptr; }
+};
+
+}  // namespace
+
+QuantizedPair quantize(const RowSource& source, const QuantizeArgs& args) {
+  return dispatch(source.dtype,
+                  [&](auto zero) { return Quantization<decltype(zero)>(source, args).run(); });
+}
+
+QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args) {
+  const Tensor values = x.scalar_type() == at::kDouble ? x.to(at::kFloat) : x;
+  return quantize(StoredRows(values), args);
+}
+
+void update_amax(const Tensor& x, Tensor& amax) {
+  const Tensor values = x.scalar_type() == at::kDouble ? x.to(at::kFloat) : x;
+  uint32_t largest = 0;
+  dispatch(values.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const T* data = values.const_data_ptr<T>();
+    at::parallel_for(0, values.numel(), kChunkElements, [&](int64_t first, int64_t last) {
+      raise(largest, tile_amax(Tile<T>{data + first, 0, 1, last - first}));
+    });
+  });
+  float* out = amax.mutable_data_ptr<float>();
+  out[0] = std::max(out[0], std::bit_cast<float>(largest));
+}
+
+}  // namespace ligature::cpu

@@ -1,0 +1,228 @@
+// Largest magnitudes, factors and FP8 codes of a tile. See quantize_tile.h.
+#include "ligature/backend/cpu/quantize_tile.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "ligature/backend/cpu/cast.h"
+#include "ligature/backend/cpu/float8.h"
+
+namespace ligature::cpu {
+namespace {
+
+// Magnitudes compare as integers of the dtype's own size, which is faster than as floats.
+template <typename T>
+struct Bits {
+  using Int = int16_t;
+  static constexpr Int infinity = std::is_same_v<T, at::Half> ? 0x7c00 : 0x7f80;
+  LIGATURE_INLINE static Int magnitude(T v) { return static_cast<Int>(v.x & 0x7fff); }
+  LIGATURE_INLINE static uint32_t widen(Int m) {
+    return std::bit_cast<uint32_t>(
+        Cast<T, float>::apply(T(static_cast<uint16_t>(m), T::from_bits())));
+  }
+};
+
+template <>
+struct Bits<float> {
+  using Int = int32_t;
+  static constexpr Int infinity = kInfinity;
+  LIGATURE_INLINE static Int magnitude(float v) { return std::bit_cast<int32_t>(v) & kMagnitude; }
+  LIGATURE_INLINE static uint32_t widen(Int m) { return static_cast<uint32_t>(m); }
+};
+
+template <typename T, bool keep_nan>
+LIGATURE_INLINE typename Bits<T>::Int counted(T v) {
+  using Int = typename Bits<T>::Int;
+  const Int m = Bits<T>::magnitude(v);
+  if constexpr (keep_nan) return m;
+  return static_cast<Int>(m & -static_cast<Int>(m <= Bits<T>::infinity));
+}
+
+template <typename T, bool keep_nan>
+LIGATURE_INLINE typename Bits<T>::Int amax_of(const T* x, int64_t n) {
+  typename Bits<T>::Int largest = 0;
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, counted<T, keep_nan>(x[i]));
+  return largest;
+}
+
+template <typename T>
+LIGATURE_WIDE_SIMD void rows_amax(const Tile<T>& x, uint32_t* amax) {
+  for (int64_t r = 0; r < x.rows; ++r) {
+    const auto largest = amax_of<T, false>(x.data + r * x.stride, x.columns);
+    amax[r] = std::max(amax[r], Bits<T>::widen(largest));
+  }
+}
+
+template <typename T>
+LIGATURE_WIDE_SIMD void raise_columns(const T* x, int64_t n, uint32_t* amax) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    const float v = Cast<T, float>::apply(x[i]);
+    amax[i] = std::max(amax[i], static_cast<uint32_t>(counted<float, false>(v)));
+  }
+}
+
+template <typename T, int64_t size, bool keep_nan>
+LIGATURE_WIDE_SIMD void blocks_amax(const Tile<T>& x, int64_t group, uint32_t* amax) {
+  const int64_t whole = x.columns / size, blocks = ceil_div(x.columns, size);
+  for (int64_t r = 0; r < x.rows; ++r) {
+    const T* row = x.data + r * x.stride;
+    uint32_t* out = amax + r / group * blocks;
+    const uint32_t before = r % group == 0 ? 0 : ~0u;
+    for (int64_t b = 0; b < whole; ++b) {
+      const auto largest = amax_of<T, keep_nan>(row + b * size, size);
+      out[b] = std::max(out[b] & before, Bits<T>::widen(largest));
+    }
+    if (whole < blocks) {
+      const auto largest = amax_of<T, keep_nan>(row + whole * size, x.columns - whole * size);
+      out[whole] = std::max(out[whole] & before, Bits<T>::widen(largest));
+    }
+  }
+}
+
+template <typename T, bool keep_nan>
+void blocks_amax(const Tile<T>& x, Blocks blocks, uint32_t* amax) {
+  switch (blocks.size) {
+    case 16:
+      return blocks_amax<T, 16, keep_nan>(x, blocks.group, amax);
+    case 32:
+      return blocks_amax<T, 32, keep_nan>(x, blocks.group, amax);
+    default:
+      return blocks_amax<T, 128, keep_nan>(x, blocks.group, amax);
+  }
+}
+
+template <typename T, Element E>
+LIGATURE_INLINE void encode_run(const T* x, int64_t n, float factor, uint8_t* codes) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) codes[i] = encode_fp8<E>(Cast<T, float>::apply(x[i]) * factor);
+}
+
+// A `size` of 0: one block for everything.
+template <typename T, Element E, int64_t size>
+LIGATURE_WIDE_SIMD void encode_blocks(const Tile<T>& x, int64_t group, const float* factors,
+                                      Codes codes) {
+  const int64_t whole = size == 0 ? 0 : x.columns / size;
+  const int64_t blocks = size == 0 ? 1 : ceil_div(x.columns, size);
+  for (int64_t r = 0; r < x.rows; ++r) {
+    const T* row = x.data + r * x.stride;
+    const float* factor = factors + r / group * blocks;
+    uint8_t* out = codes.data + r * codes.stride;
+    for (int64_t b = 0; b < whole; ++b) {
+      encode_run<T, E>(row + b * size, size, factor[b], out + b * size);
+    }
+    const int64_t done = whole * size;
+    if (done < x.columns) {
+      encode_run<T, E>(row + done, x.columns - done, factor[whole], out + done);
+    }
+  }
+}
+
+template <typename T, Element E>
+void encode(const Tile<T>& x, Blocks blocks, const float* factors, Codes codes) {
+  switch (blocks.size) {
+    case 32:
+      return encode_blocks<T, E, 32>(x, blocks.group, factors, codes);
+    case 128:
+      return encode_blocks<T, E, 128>(x, blocks.group, factors, codes);
+    default:
+      return encode_blocks<T, E, 0>(x, blocks.group, factors, codes);
+  }
+}
+
+LIGATURE_WIDE_SIMD void float_factors(const uint32_t* amax, int64_t n, float max, float epsilon,
+                                      bool power_of_2, float* factors, float* scales) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    factors[i] = factor_of(std::bit_cast<float>(amax[i]), max, epsilon, power_of_2);
+    scales[i] = 1.0f / factors[i];
+  }
+}
+
+LIGATURE_WIDE_SIMD void e8m0_factors(const uint32_t* amax, int64_t n, float max, float* factors,
+                                     uint8_t* scales) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t code = encode_e8m0(std::bit_cast<float>(amax[i]) / max);
+    factors[i] = e8m0_factor(code);
+    scales[i] = static_cast<uint8_t>(code);
+  }
+}
+
+LIGATURE_WIDE_SIMD void e4m3_factors(const uint32_t* amax, int64_t n, float upper, float top,
+                                     float* factors, uint8_t* scales) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    const uint8_t code = encode_fp8<Element::E4M3>(std::bit_cast<float>(amax[i]) / top / upper);
+    const float f = decode_fp8<Element::E4M3>(code) * upper;
+    const float inverse = 1.0f / f;
+    const float finite = select(inverse == std::bit_cast<float>(kInfinity),
+                                std::bit_cast<float>(kInfinity - 1), inverse);
+    factors[i] = select(f == 0.0f, 0.0f, finite);
+    scales[i] = code;
+  }
+}
+
+}  // namespace
+
+template <typename T>
+void row_amax(const Tile<T>& x, uint32_t* amax) {
+  rows_amax(x, amax);
+}
+
+template <typename T>
+uint32_t tile_amax(const Tile<T>& x) {
+  uint32_t amax = 0;
+  for (int64_t r = 0; r < x.rows; ++r) {
+    rows_amax(Tile<T>{x.data + r * x.stride, x.stride, 1, x.columns}, &amax);
+  }
+  return amax;
+}
+
+template <typename T>
+void column_amax(const Tile<T>& x, uint32_t* amax) {
+  for (int64_t r = 0; r < x.rows; ++r) raise_columns(x.data + r * x.stride, x.columns, amax);
+}
+
+template <typename T>
+void block_amax(const Tile<T>& x, Blocks blocks, bool keep_nan, uint32_t* amax) {
+  keep_nan ? blocks_amax<T, true>(x, blocks, amax) : blocks_amax<T, false>(x, blocks, amax);
+}
+
+void block_factors(const uint32_t* amax, int64_t n, const Format& format, float* factors,
+                   float* scales) {
+  float_factors(amax, n, max_value(format.element), format.amax_epsilon, format.power_of_2_scales,
+                factors, scales);
+}
+
+void mx_factors(const uint32_t* amax, int64_t n, Element element, float* factors, uint8_t* scales) {
+  e8m0_factors(amax, n, max_value(element), factors, scales);
+}
+
+void nv_factors(const uint32_t* amax, int64_t rows, int64_t n, const float* upper, int64_t step,
+                float top, float* factors, uint8_t* scales) {
+  if (step == 0) return e4m3_factors(amax, rows * n, *upper, top, factors, scales);
+  for (int64_t r = 0; r < rows; ++r) {
+    e4m3_factors(amax + r * n, n, upper[r * step], top, factors + r * n, scales + r * n);
+  }
+}
+
+template <typename T>
+void encode_tile(const Tile<T>& x, Element element, Blocks blocks, const float* factors,
+                 Codes codes) {
+  element == Element::E4M3 ? encode<T, Element::E4M3>(x, blocks, factors, codes)
+                           : encode<T, Element::E5M2>(x, blocks, factors, codes);
+}
+
+#define LIGATURE_INSTANTIATE(T)                                      \
+  template uint32_t tile_amax(const Tile<T>&);                       \
+  template void row_amax(const Tile<T>&, uint32_t*);                 \
+  template void column_amax(const Tile<T>&, uint32_t*);              \
+  template void block_amax(const Tile<T>&, Blocks, bool, uint32_t*); \
+  template void encode_tile(const Tile<T>&, Element, Blocks, const float*, Codes);
+LIGATURE_INSTANTIATE(float)
+LIGATURE_INSTANTIATE(at::BFloat16)
+LIGATURE_INSTANTIATE(at::Half)
+#undef LIGATURE_INSTANTIATE
+
+}  // namespace ligature::cpu

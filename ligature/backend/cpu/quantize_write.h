@@ -1,0 +1,71 @@
+// Quantizes a tile into its place in one orientation of a result. The tile starts at a border of
+// blocks in both directions and, except at the matrix's end, ends at one.
+#pragma once
+
+#include "ligature/backend/cpu/quantize_tile.h"
+#include "ligature/backend/shapes/quantize.h"
+
+namespace ligature::cpu {
+
+using kernels::QuantizeArgs;
+using kernels::QuantizedMatrix;
+
+/// The most a tile may hold: blocks, FP4 codes, columns.
+constexpr int64_t kTileBlocks = 1024;
+constexpr int64_t kTileCodes = 16 * 1024;
+constexpr int64_t kTileColumns = 1024;
+/// Rows and columns of a tile that is turned on its side.
+constexpr int64_t kTurned = 128;
+
+struct TileScratch {
+  uint32_t amax[kTileBlocks];
+  float factors[2][kTileBlocks];
+  float scales[kTileBlocks];
+  uint8_t scale_codes[2][kTileBlocks];
+  float errors[2][kTileBlocks];
+  uint8_t codes[2][kTileCodes];
+  uint32_t random[kTileColumns + 8];
+};
+
+class TileWriter {
+ public:
+  TileWriter() = default;
+  /// `columns`: of the logical matrix. `stream`: which random numbers are this orientation's.
+  TileWriter(const QuantizeArgs& args, const QuantizedMatrix& out, int64_t columns,
+             uint32_t stream);
+
+  /// Per tensor: one factor for everything. NV: the upper factors, `step` apart from row to row.
+  void set_factors(const float* factors, int64_t step) {
+    upper_ = factors;
+    step_ = step;
+  }
+
+  /// Rows and columns of a block; per tensor 0 columns.
+  Blocks blocks() const { return blocks_; }
+
+  template <typename T>
+  void write(const Tile<T>& x, int64_t row, int64_t column, TileScratch& s) const;
+
+ private:
+  template <typename T>
+  void write_nv(const Tile<T>& x, int64_t row, int64_t column, TileScratch& s) const;
+  template <typename T>
+  void encode_nv(const Tile<T>& x, int64_t row, int64_t column, const float* factors, Codes codes,
+                 uint32_t* random) const;
+  template <typename S>
+  void copy_scales(const S* scales, int64_t row, int64_t column, int64_t down,
+                   int64_t across) const;
+
+  const QuantizeArgs* args_ = nullptr;
+  Blocks blocks_{0, 1};
+  uint8_t* data_ = nullptr;
+  int64_t stride_ = 0;
+  void* scale_ = nullptr;
+  int64_t scale_stride_ = 0;
+  int64_t columns_ = 0;
+  uint32_t stream_ = 0;
+  const float* upper_ = nullptr;
+  int64_t step_ = 0;
+};
+
+}  // namespace ligature::cpu

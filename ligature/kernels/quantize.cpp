@@ -1,0 +1,194 @@
+// Checks of formats and sizes, and the dispatch by device. Low precision has a CPU backend alone.
+#include "ligature/kernels/quantize.h"
+
+#include "ligature/backend/cpu/quantize.h"
+#include "ligature/backend/shapes/kernels.h"
+#include "ligature/backend/shapes/quantize.h"
+#include "ligature/check.h"
+#include "ligature/kernels/log.h"
+#include "ligature/kernels/norm.h"
+
+namespace ligature::kernels {
+namespace {
+
+void check_device(const char* op, const Tensor& x) {
+  LIGATURE_CHECK(x.is_cpu() || x.is_meta(), "[", op,
+                 "] low precision runs on the CPU in this version, got a tensor on ", x.device());
+}
+
+void check_values(const char* op, const Tensor& x) {
+  check_device(op, x);
+  LIGATURE_CHECK(x.dim() > 0, "[", op, "] wanted a tensor with at least one dimension, got none");
+  const auto dtype = x.scalar_type();
+  LIGATURE_CHECK_TYPE(
+      dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble,
+      "[", op, "] wanted a float, double, bfloat16 or half tensor, got ", dtype);
+  LIGATURE_CHECK(x.is_contiguous(), "[", op, "] wanted a contiguous tensor, got shape ", x.sizes(),
+                 " with strides ", x.strides());
+}
+
+void check_one_float(const char* op, const char* name, const Tensor& t) {
+  LIGATURE_CHECK(t.scalar_type() == at::kFloat && t.numel() == 1, "[", op, "] ", name,
+                 " must be one float, got ", t.scalar_type(), " of shape ", t.sizes());
+}
+
+void check_format(const char* op, const Format& format) {
+  const bool nv = format.scaling == Scaling::NV;
+  LIGATURE_CHECK(nv == (format.element == Element::E2M1), "[", op,
+                 "] wanted e2m1 elements for NVFP4 and e4m3 or e5m2 for the other formats, got ",
+                 element_name(format.element), " for ", format.name());
+  LIGATURE_CHECK(nv || !(format.hadamard || format.stochastic_rounding || format.row_scaled ||
+                         format.four_over_six != FourOverSix::None),
+                 "[", op,
+                 "] wanted NVFP4 for a Hadamard transform, stochastic rounding, factors by ",
+                 "row or four over six, got ", format.name());
+  LIGATURE_CHECK(!format.block_2d || !format.per_tensor(), "[", op,
+                 "] wanted a format of blocks for square blocks, got ", format.name());
+  LIGATURE_CHECK(!(format.block_2d && format.row_scaled), "[", op,
+                 "] wanted square blocks or factors by row, got both");
+  LIGATURE_CHECK(!(format.block_2d && format.hadamard), "[", op,
+                 "] wanted square blocks or a Hadamard transform, got both");
+}
+
+void check_args(const char* op, const QuantizeArgs& args, bool meta) {
+  check_format(op, args.format);
+  LIGATURE_CHECK(args.rowwise || args.columnwise, "[", op,
+                 "] wanted row-wise or column-wise data, got neither");
+  if (args.format.scaling != Scaling::Delayed || meta) return;
+  LIGATURE_CHECK(args.scale.defined(), "[", op, "] wanted a scale, got none");
+  check_one_float(op, "scale", args.scale);
+  if (args.amax.defined()) check_one_float(op, "amax", args.amax);
+}
+
+int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+void check_matrix(const char* op, const QuantizedMatrix& q, const Format& format, int64_t columns) {
+  check_format(op, format);
+  LIGATURE_CHECK(q.defined() && q.scale.defined(), "[", op, "] wanted data and scale, got none");
+  check_device(op, q.data);
+  LIGATURE_CHECK_TYPE(q.data.scalar_type() == at::kByte && q.data.dim() == 2, "[", op,
+                      "] data must be a matrix of bytes, got ", q.data.scalar_type(), " of shape ",
+                      q.data.sizes());
+  const int64_t rows = q.data.size(0), block = format.block_size();
+  const int64_t bytes = format.element == Element::E2M1 ? blocks_of(columns, 2) : columns;
+  LIGATURE_CHECK(columns >= 0 && q.data.size(1) == bytes, "[", op, "] data must have ", bytes,
+                 " bytes in a row of ", columns, " values, got ", q.data.size(1));
+  LIGATURE_CHECK(q.data.is_contiguous() && q.scale.is_contiguous(), "[", op,
+                 "] data and scale must be contiguous, got strides ", q.data.strides(), " and ",
+                 q.scale.strides());
+  const bool floats = format.per_tensor() || format.scaling == Scaling::Block;
+  LIGATURE_CHECK_TYPE(q.scale.scalar_type() == (floats ? at::kFloat : at::kByte), "[", op,
+                      "] scale must be ", floats ? "float" : "uint8", ", got ",
+                      q.scale.scalar_type());
+  if (format.per_tensor()) {
+    LIGATURE_CHECK(q.scale.numel() == 1, "[", op, "] scale must have one element, got shape ",
+                   q.scale.sizes());
+    return;
+  }
+  const int64_t wanted[] = {blocks_of(rows, format.block_2d ? block : 1),
+                            blocks_of(columns, block)};
+  LIGATURE_CHECK(q.scale.sizes() == at::IntArrayRef(wanted), "[", op, "] scale must have shape ",
+                 at::IntArrayRef(wanted), ", got ", q.scale.sizes());
+  if (format.scaling != Scaling::NV) return;
+  LIGATURE_CHECK(q.amax.defined() && q.amax.scalar_type() == at::kFloat && q.amax.is_contiguous() &&
+                     q.amax.numel() == (format.row_scaled ? rows : 1),
+                 "[", op, "] amax must be ", format.row_scaled ? "a float per row" : "one float",
+                 ", got ", q.amax.defined() ? "another" : "none");
+}
+
+Tensor decoded(const char* op, const QuantizedMatrix& q, int64_t columns, at::ScalarType dtype,
+               bool operand) {
+  LIGATURE_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16 ||
+                          (!operand && (dtype == at::kHalf || dtype == at::kDouble)),
+                      "[", op, "] dtype must be ",
+                      operand ? "float or bfloat16" : "float, double, bfloat16 or half", ", got ",
+                      dtype);
+  return shapes::decoded(q, columns, dtype);
+}
+
+}  // namespace
+
+QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args) {
+  const KernelScope scope("quantize");
+  check_values("quantize", x);
+  check_args("quantize", args, x.is_meta());
+  if (x.is_meta()) return shapes::quantize(x.sizes(), args, x.options());
+  return cpu::quantize(x, args);
+}
+
+void update_amax(const Tensor& x, Tensor& amax) {
+  const KernelScope scope("update_amax");
+  check_device("update_amax", x);
+  check_one_float("update_amax", "amax", amax);
+  LIGATURE_CHECK(x.is_contiguous(), "[update_amax] wanted a contiguous tensor, got strides ",
+                 x.strides());
+  if (!x.is_meta()) cpu::update_amax(x, amax);
+}
+
+Tensor dequantize(const QuantizedMatrix& q, const Format& format, int64_t columns,
+                  at::ScalarType dtype) {
+  const KernelScope scope("dequantize");
+  check_matrix("dequantize", q, format, columns);
+  Tensor out = decoded("dequantize", q, columns, dtype, false);
+  if (!out.is_meta()) cpu::dequantize(out, q, format);
+  return out;
+}
+
+Tensor expand(const QuantizedMatrix& q, const Format& format, int64_t columns,
+              at::ScalarType dtype) {
+  const KernelScope scope("expand");
+  check_matrix("expand", q, format, columns);
+  Tensor out = decoded("expand", q, columns, dtype, true);
+  if (!out.is_meta()) cpu::expand(out, q, format);
+  return out;
+}
+
+QuantizedMatrix transpose(const QuantizedMatrix& q, const Format& format, int64_t columns) {
+  const KernelScope scope("transpose");
+  check_matrix("transpose", q, format, columns);
+  LIGATURE_CHECK(format.orientations_agree(), "[transpose] wanted a format whose orientations are ",
+                 "each other's transpose, got ", format.name());
+  if (q.data.is_meta()) return shapes::transpose(q, format, columns);
+  return cpu::transpose(q, format, columns);
+}
+
+Tensor hadamard(const Tensor& x, bool inverse) {
+  const KernelScope scope("hadamard");
+  check_values("hadamard", x);
+  if (x.is_meta()) return shapes::hadamard(x);
+  return cpu::hadamard(x, inverse);
+}
+
+NormQuantized layer_norm_forward_quantize(const Tensor& x, const Tensor& w, const Tensor& b,
+                                          double eps, bool zero_centered_gamma,
+                                          at::ScalarType out_dtype, const QuantizeArgs& args) {
+  const KernelScope scope("layer_norm_forward_quantize");
+  auto f = layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype);
+  return {quantize(f.y, args), f.mean, f.rstd};
+}
+
+NormQuantized rms_norm_forward_quantize(const Tensor& x, const Tensor& w, double eps,
+                                        bool zero_centered_gamma, at::ScalarType out_dtype,
+                                        const QuantizeArgs& args) {
+  const KernelScope scope("rms_norm_forward_quantize");
+  auto f = rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype);
+  return {quantize(f.y, args), {}, f.rstd};
+}
+
+QuantizedPair activation_forward_quantize(const Tensor& x, const ActivationSpec& spec,
+                                          const Tensor& scales, const QuantizeArgs& args) {
+  const KernelScope scope("activation_forward_quantize");
+  return quantize(activation_forward(x, spec, scales), args);
+}
+
+ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const Tensor& x,
+                                                         const ActivationSpec& spec,
+                                                         const Tensor& scales, bool need_dscales,
+                                                         bool need_dbias,
+                                                         const QuantizeArgs& args) {
+  const KernelScope scope("activation_backward_quantize");
+  auto g = activation_backward(dy, x, spec, scales, need_dscales, need_dbias);
+  return {quantize(g.dx, args), g.dscales, g.dbias};
+}
+
+}  // namespace ligature::kernels
