@@ -6,12 +6,12 @@
 #include "ligature/backend/cpu/activation.h"
 #include "ligature/backend/shapes/kernels.h"
 #include "ligature/check.h"
+#include "ligature/kernels/arguments.h"
 #include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
-namespace {
 
-void check_input(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
+void check_activation(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
   const char* name = activation_name(spec.kind);
   LIGATURE_CHECK(x.dim() > 0, "[", name, "] wanted an input with at least one dimension, got none");
   if (is_gated(spec.kind)) {
@@ -30,7 +30,15 @@ void check_input(const Tensor& x, const ActivationSpec& spec, const Tensor& scal
   }
 }
 
-}  // namespace
+void check_activation_gradient(const Tensor& dy, const Tensor& x, const ActivationSpec& spec,
+                               const Tensor& scales, bool need_dscales) {
+  check_activation(x, spec, scales);
+  LIGATURE_CHECK(dy.numel() * (is_gated(spec.kind) ? 2 : 1) == x.numel(), "[",
+                 activation_name(spec.kind), "] wanted a gradient for an input of shape ",
+                 x.sizes(), ", got one of shape ", dy.sizes());
+  LIGATURE_CHECK(!need_dscales || scales.defined(), "[", activation_name(spec.kind),
+                 "] wanted scales for their gradient, got none");
+}
 
 bool is_gated(ActivationKind kind) { return kind >= ActivationKind::GLU; }
 
@@ -68,7 +76,7 @@ const char* activation_name(ActivationKind kind) {
 
 Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
   const KernelScope scope("activation_forward");
-  check_input(x, spec, scales);
+  check_activation(x, spec, scales);
   if (x.is_meta()) return shapes::activation_forward(x, spec);
   return x.is_cpu() ? cpu::activation_forward(x, spec, scales)
                     : aten::activation_forward(x, spec, scales);
@@ -78,7 +86,7 @@ Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
   const KernelScope scope("activation_forward_");
   LIGATURE_CHECK(!is_gated(spec.kind), "[activation_forward_] wanted an activation that keeps the ",
                  "shape, got ", activation_name(spec.kind));
-  check_input(x, spec, {});
+  check_activation(x, spec, {});
   if (x.is_meta()) return x;
   return x.is_cpu() ? cpu::activation_forward_(x, spec) : aten::activation_forward_(x, spec);
 }
@@ -87,12 +95,7 @@ ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        const ActivationSpec& spec, const Tensor& scales,
                                        bool need_dscales, bool need_dbias) {
   const KernelScope scope("activation_backward");
-  check_input(x, spec, scales);
-  LIGATURE_CHECK(dy.numel() * (is_gated(spec.kind) ? 2 : 1) == x.numel(), "[",
-                 activation_name(spec.kind), "] wanted a gradient for an input of shape ",
-                 x.sizes(), ", got one of shape ", dy.sizes());
-  LIGATURE_CHECK(!need_dscales || scales.defined(), "[", activation_name(spec.kind),
-                 "] wanted scales for their gradient, got none");
+  check_activation_gradient(dy, x, spec, scales, need_dscales);
   if (x.is_meta()) return shapes::activation_backward(x, scales, need_dscales, need_dbias);
   return x.is_cpu() ? cpu::activation_backward(dy, x, spec, scales, need_dscales, need_dbias)
                     : aten::activation_backward(dy, x, spec, scales, need_dscales, need_dbias);

@@ -5,16 +5,11 @@
 #include "ligature/backend/cpu/norm.h"
 #include "ligature/backend/shapes/kernels.h"
 #include "ligature/check.h"
+#include "ligature/kernels/arguments.h"
 #include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
 namespace {
-
-void check_sizes(const char* op, const Tensor& x, const Tensor& w) {
-  const int64_t hidden = w.numel();
-  LIGATURE_CHECK(hidden > 0 && x.numel() % hidden == 0, "[", op, "] wanted an input of rows of ",
-                 hidden, " elements, got shape ", x.sizes());
-}
 
 void check_gradient(const char* op, const Tensor& dy, const Tensor& x) {
   LIGATURE_CHECK(dy.numel() == x.numel(), "[", op, "] wanted a gradient of shape ", x.sizes(),
@@ -23,10 +18,16 @@ void check_gradient(const char* op, const Tensor& dy, const Tensor& x) {
 
 }  // namespace
 
+void check_norm(const char* op, const Tensor& x, const Tensor& w) {
+  const int64_t hidden = w.numel();
+  LIGATURE_CHECK(hidden > 0 && x.numel() % hidden == 0, "[", op, "] wanted an input of rows of ",
+                 hidden, " elements, got shape ", x.sizes());
+}
+
 NormForward layer_norm_forward(const Tensor& x, const Tensor& w, const Tensor& b, double eps,
                                bool zero_centered_gamma, at::ScalarType out_dtype) {
   const KernelScope scope("layer_norm_forward");
-  check_sizes("layer_norm_forward", x, w);
+  check_norm("layer_norm_forward", x, w);
   if (x.is_meta()) return shapes::norm_forward(x, w, true, out_dtype);
   return x.is_cpu() ? cpu::layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype)
                     : aten::layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype);
@@ -35,7 +36,7 @@ NormForward layer_norm_forward(const Tensor& x, const Tensor& w, const Tensor& b
 NormForward rms_norm_forward(const Tensor& x, const Tensor& w, double eps, bool zero_centered_gamma,
                              at::ScalarType out_dtype) {
   const KernelScope scope("rms_norm_forward");
-  check_sizes("rms_norm_forward", x, w);
+  check_norm("rms_norm_forward", x, w);
   if (x.is_meta()) return shapes::norm_forward(x, w, false, out_dtype);
   return x.is_cpu() ? cpu::rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype)
                     : aten::rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype);
@@ -44,7 +45,7 @@ NormForward rms_norm_forward(const Tensor& x, const Tensor& w, double eps, bool 
 Tensor layer_norm_apply(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& w,
                         const Tensor& b, bool zero_centered_gamma, at::ScalarType out_dtype) {
   const KernelScope scope("layer_norm_apply");
-  check_sizes("layer_norm_apply", x, w);
+  check_norm("layer_norm_apply", x, w);
   if (x.is_meta()) return shapes::norm_apply(x, out_dtype);
   return x.is_cpu() ? cpu::layer_norm_apply(x, mean, rstd, w, b, zero_centered_gamma, out_dtype)
                     : aten::layer_norm_apply(x, mean, rstd, w, b, zero_centered_gamma, out_dtype);
@@ -53,7 +54,7 @@ Tensor layer_norm_apply(const Tensor& x, const Tensor& mean, const Tensor& rstd,
 Tensor rms_norm_apply(const Tensor& x, const Tensor& rstd, const Tensor& w,
                       bool zero_centered_gamma, at::ScalarType out_dtype) {
   const KernelScope scope("rms_norm_apply");
-  check_sizes("rms_norm_apply", x, w);
+  check_norm("rms_norm_apply", x, w);
   if (x.is_meta()) return shapes::norm_apply(x, out_dtype);
   return x.is_cpu() ? cpu::rms_norm_apply(x, rstd, w, zero_centered_gamma, out_dtype)
                     : aten::rms_norm_apply(x, rstd, w, zero_centered_gamma, out_dtype);
@@ -63,7 +64,7 @@ NormBackward layer_norm_backward(const Tensor& dy, const Tensor& x, const Tensor
                                  const Tensor& rstd, const Tensor& w, bool zero_centered_gamma,
                                  const Tensor& add, bool need_dx, bool need_dw, bool need_db) {
   const KernelScope scope("layer_norm_backward");
-  check_sizes("layer_norm_backward", x, w);
+  check_norm("layer_norm_backward", x, w);
   check_gradient("layer_norm_backward", dy, x);
   if (x.is_meta()) return shapes::norm_backward(x, w, need_dx, need_dw, need_db);
   return x.is_cpu() ? cpu::layer_norm_backward(dy, x, mean, rstd, w, zero_centered_gamma, add,
@@ -76,7 +77,7 @@ NormBackward rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& 
                                const Tensor& w, bool zero_centered_gamma, const Tensor& add,
                                bool need_dx, bool need_dw) {
   const KernelScope scope("rms_norm_backward");
-  check_sizes("rms_norm_backward", x, w);
+  check_norm("rms_norm_backward", x, w);
   check_gradient("rms_norm_backward", dy, x);
   if (x.is_meta()) return shapes::norm_backward(x, w, need_dx, need_dw, false);
   return x.is_cpu()

@@ -1,10 +1,12 @@
 // Checks of formats and sizes, and the dispatch by device. Low precision has a CPU backend alone.
 #include "ligature/kernels/quantize.h"
 
+#include "ligature/backend/cpu/activation.h"
+#include "ligature/backend/cpu/norm.h"
 #include "ligature/backend/cpu/quantize.h"
-#include "ligature/backend/shapes/kernels.h"
 #include "ligature/backend/shapes/quantize.h"
 #include "ligature/check.h"
+#include "ligature/kernels/arguments.h"
 #include "ligature/kernels/log.h"
 #include "ligature/kernels/norm.h"
 
@@ -106,6 +108,10 @@ Tensor decoded(const char* op, const QuantizedMatrix& q, int64_t columns, at::Sc
   return shapes::decoded(q, columns, dtype);
 }
 
+/// Can rows be computed one after the other, straight into low precision? Else the two kernels run
+/// after each other.
+bool rows_to_walk(const Tensor& x) { return !x.is_meta() && x.numel() > 0; }
+
 }  // namespace
 
 QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args) {
@@ -162,23 +168,44 @@ Tensor hadamard(const Tensor& x, bool inverse) {
 NormQuantized layer_norm_forward_quantize(const Tensor& x, const Tensor& w, const Tensor& b,
                                           double eps, bool zero_centered_gamma,
                                           at::ScalarType out_dtype, const QuantizeArgs& args) {
-  const KernelScope scope("layer_norm_forward_quantize");
-  auto f = layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype);
-  return {quantize(f.y, args), f.mean, f.rstd};
+  const char* op = "layer_norm_forward_quantize";
+  const KernelScope scope(op);
+  check_device(op, x);
+  check_norm(op, x, w);
+  check_args(op, args, x.is_meta());
+  if (!rows_to_walk(x) || w.numel() != x.size(-1)) {
+    const NormForward f = layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype);
+    return {quantize(f.y, args), f.mean, f.rstd};
+  }
+  const auto f = cpu::layer_norm_rows(x, w, b, eps, zero_centered_gamma, out_dtype);
+  return {cpu::quantize(*f.y, args), f.mean, f.rstd};
 }
 
 NormQuantized rms_norm_forward_quantize(const Tensor& x, const Tensor& w, double eps,
                                         bool zero_centered_gamma, at::ScalarType out_dtype,
                                         const QuantizeArgs& args) {
-  const KernelScope scope("rms_norm_forward_quantize");
-  auto f = rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype);
-  return {quantize(f.y, args), {}, f.rstd};
+  const char* op = "rms_norm_forward_quantize";
+  const KernelScope scope(op);
+  check_device(op, x);
+  check_norm(op, x, w);
+  check_args(op, args, x.is_meta());
+  if (!rows_to_walk(x) || w.numel() != x.size(-1)) {
+    const NormForward f = rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype);
+    return {quantize(f.y, args), {}, f.rstd};
+  }
+  const auto f = cpu::rms_norm_rows(x, w, eps, zero_centered_gamma, out_dtype);
+  return {cpu::quantize(*f.y, args), {}, f.rstd};
 }
 
 QuantizedPair activation_forward_quantize(const Tensor& x, const ActivationSpec& spec,
                                           const Tensor& scales, const QuantizeArgs& args) {
-  const KernelScope scope("activation_forward_quantize");
-  return quantize(activation_forward(x, spec, scales), args);
+  const char* op = "activation_forward_quantize";
+  const KernelScope scope(op);
+  check_device(op, x);
+  check_activation(x, spec, scales);
+  check_args(op, args, x.is_meta());
+  if (!rows_to_walk(x)) return quantize(activation_forward(x, spec, scales), args);
+  return cpu::quantize(*cpu::activation_forward_rows(x, spec, scales), args);
 }
 
 ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const Tensor& x,
@@ -186,9 +213,19 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
                                                          const Tensor& scales, bool need_dscales,
                                                          bool need_dbias,
                                                          const QuantizeArgs& args) {
-  const KernelScope scope("activation_backward_quantize");
-  auto g = activation_backward(dy, x, spec, scales, need_dscales, need_dbias);
-  return {quantize(g.dx, args), g.dscales, g.dbias};
+  const char* op = "activation_backward_quantize";
+  const KernelScope scope(op);
+  check_device(op, x);
+  check_activation_gradient(dy, x, spec, scales, need_dscales);
+  check_args(op, args, x.is_meta());
+  if (!rows_to_walk(x)) {
+    const auto g = activation_backward(dy, x, spec, scales, need_dscales, need_dbias);
+    return {quantize(g.dx, args), g.dscales, g.dbias};
+  }
+  const auto rows = cpu::activation_backward_rows(dy, x, spec, scales, need_dscales, need_dbias);
+  QuantizedPair dx = cpu::quantize(*rows, args);
+  rows->write_sums();
+  return {std::move(dx), rows->dscales, rows->dbias};
 }
 
 }  // namespace ligature::kernels

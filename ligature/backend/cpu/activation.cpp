@@ -82,41 +82,62 @@ C scale_of(const Input<C>& scales, int64_t row) {
 }
 
 template <typename C>
+class Forward {
+ public:
+  Forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales, const Walk& walk)
+      : spec_(spec),
+        walk_(walk),
+        forward_(activation_loops<C>(spec.kind).forward),
+        x_(x),
+        scales_(scales) {}
+
+  /// Writes y for the pieces [first, last); `y_output` begins at y's element `start`.
+  void run(int64_t first, int64_t last, const Output<C>& y_output, int64_t start) const {
+    C a_buffer[kPiece], b_buffer[kPiece], y_buffer[kPiece];
+    for (int64_t i = first; i < last; ++i) {
+      const Piece p = walk_.piece(i);
+      const C* a = x_.read(p.a, p.n, a_buffer);
+      const C* b = walk_.gated ? x_.read(p.a + walk_.block, p.n, b_buffer) : nullptr;
+      C* result = y_output.place(p.y - start, y_buffer);
+      forward_(spec_, a, b, result, p.n);
+      if (scales_.defined()) multiply(result, scale_of(scales_, p.row), result, p.n);
+      y_output.write(p.y - start, p.n, result);
+    }
+  }
+
+ private:
+  ActivationSpec spec_;
+  Walk walk_;
+  typename ActivationLoops<C>::Forward forward_;
+  Input<C> x_, scales_;
+};
+
+template <typename C>
 void forward_into(const Tensor& y, const Tensor& x, const ActivationSpec& spec,
                   const Tensor& scales) {
   const Walk walk(x, spec, scales.defined());
-  const auto forward = activation_loops<C>(spec.kind).forward;
-  const Input<C> x_input(x), scales_input(scales);
+  const Forward<C> forward(x, spec, scales, walk);
   const Output<C> y_output(y);
-  parallel_pieces(walk, [&](int64_t first, int64_t last) {
-    C a_buffer[kPiece], b_buffer[kPiece], y_buffer[kPiece];
-    for (int64_t i = first; i < last; ++i) {
-      const Piece p = walk.piece(i);
-      const C* a = x_input.read(p.a, p.n, a_buffer);
-      const C* b = walk.gated ? x_input.read(p.a + walk.block, p.n, b_buffer) : nullptr;
-      C* result = y_output.place(p.y, y_buffer);
-      forward(spec, a, b, result, p.n);
-      if (scales_input.defined()) multiply(result, scale_of(scales_input, p.row), result, p.n);
-      y_output.write(p.y, p.n, result);
-    }
-  });
+  parallel_pieces(walk,
+                  [&](int64_t first, int64_t last) { forward.run(first, last, y_output, 0); });
 }
 
 template <typename C>
 class Backward {
  public:
   Backward(const Tensor& dy, const Tensor& x, const ActivationSpec& spec, const Tensor& scales,
-           const Tensor& dx, const Walk& walk)
+           const Walk& walk)
       : spec_(spec),
         walk_(walk),
         backward_(activation_loops<C>(spec.kind).backward),
         dy_(dy),
         x_(x),
-        scales_(scales),
-        dx_(dx) {}
+        scales_(scales) {}
 
-  /// Writes dx for the pieces [first, last). Where not null, dscales[row] and dbias are added to.
-  void run(int64_t first, int64_t last, C* dscales, C* dbias) const {
+  /// Writes dx for the pieces [first, last); `dx_output` begins at dx's element `start`. Where not
+  /// null, dscales[row] and dbias are added to.
+  void run(int64_t first, int64_t last, const Output<C>& dx_output, int64_t start, C* dscales,
+           C* dbias) const {
     C dy_buffer[kPiece], g_buffer[kPiece], a_buffer[kPiece], b_buffer[kPiece];
     C y[kPiece], da_buffer[kPiece], db_buffer[kPiece];
     const int64_t x_width = walk_.width * (walk_.gated ? 2 : 1);
@@ -126,8 +147,8 @@ class Backward {
       const C* dy = dy_.read(p.y, p.n, dy_buffer);
       const C* a = x_.read(p.a, p.n, a_buffer);
       const C* b = walk_.gated ? x_.read(b_at, p.n, b_buffer) : nullptr;
-      C* da = dx_.place(p.a, da_buffer);
-      C* db = walk_.gated ? dx_.place(b_at, db_buffer) : nullptr;
+      C* da = dx_output.place(p.a - start, da_buffer);
+      C* db = walk_.gated ? dx_output.place(b_at - start, db_buffer) : nullptr;
       const C* g = dy;
       if (scales_.defined()) {
         multiply(dy, scale_of(scales_, p.row), g_buffer, p.n);
@@ -139,28 +160,37 @@ class Backward {
         accumulate(da, dbias + (p.a - p.row * x_width), p.n);
         if (walk_.gated) accumulate(db, dbias + (b_at - p.row * x_width), p.n);
       }
-      dx_.write(p.a, p.n, da);
-      if (walk_.gated) dx_.write(b_at, p.n, db);
+      dx_output.write(p.a - start, p.n, da);
+      if (walk_.gated) dx_output.write(b_at - start, p.n, db);
     }
   }
 
  private:
-  const ActivationSpec& spec_;
-  const Walk& walk_;
+  ActivationSpec spec_;
+  Walk walk_;
   typename ActivationLoops<C>::Backward backward_;
   Input<C> dy_, x_, scales_;
-  Output<C> dx_;
 };
+
+template <typename C>
+void write_values(const Tensor& out, std::vector<C>& values) {
+  const Output<C> output(out);
+  const int64_t n = static_cast<int64_t>(values.size());
+  std::copy(values.begin(), values.end(), output.place(0, values.data()));
+  output.write(0, n, values.data());
+}
 
 template <typename C>
 void backward_into(const ActivationBackward& result, const Tensor& dy, const Tensor& x,
                    const ActivationSpec& spec, const Tensor& scales) {
   const bool sums = result.dscales.defined() || result.dbias.defined();
   const Walk walk(x, spec, sums || scales.defined());
-  const Backward<C> backward(dy, x, spec, scales, result.dx, walk);
+  const Backward<C> backward(dy, x, spec, scales, walk);
+  const Output<C> dx_output(result.dx);
   if (!sums) {
-    parallel_pieces(
-        walk, [&](int64_t first, int64_t last) { backward.run(first, last, nullptr, nullptr); });
+    parallel_pieces(walk, [&](int64_t first, int64_t last) {
+      backward.run(first, last, dx_output, 0, nullptr, nullptr);
+    });
     return;
   }
   const RowChunks chunks(walk.rows, walk.width * kElementCost);
@@ -168,16 +198,130 @@ void backward_into(const ActivationBackward& result, const Tensor& dy, const Ten
   std::vector<C> dscales(result.dscales.defined() ? walk.rows : 0);
   C* dscales_data = result.dscales.defined() ? dscales.data() : nullptr;
   parallel_chunks(chunks, [&](int64_t chunk, int64_t first, int64_t last) {
-    backward.run(first * walk.pieces_per_row, last * walk.pieces_per_row, dscales_data,
-                 dbias.chunk(chunk));
+    backward.run(first * walk.pieces_per_row, last * walk.pieces_per_row, dx_output, 0,
+                 dscales_data, dbias.chunk(chunk));
   });
   if (result.dbias.defined()) dbias.write_total(result.dbias);
-  if (result.dscales.defined()) {
-    const Output<C> output(result.dscales);
-    std::copy(dscales.begin(), dscales.end(), output.place(0, dscales.data()));
-    output.write(0, walk.rows, dscales.data());
-  }
+  if (result.dscales.defined()) write_values(result.dscales, dscales);
 }
+
+at::ScalarType source_dtype(const Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kFloat : x.scalar_type();
+}
+
+template <typename C>
+class ForwardSource : public RowSource {
+ public:
+  ForwardSource(const Tensor& x, const ActivationSpec& spec, const Tensor& scales)
+      : pieces_(x, spec, true), forward_(x, spec, scales, pieces_) {
+    rows = pieces_.rows;
+    columns = pieces_.width;
+    dtype = source_dtype(x);
+  }
+
+  std::unique_ptr<RowSource::Walk> walk(int64_t first, int64_t, bool) override {
+    return std::make_unique<Rows>(*this, first);
+  }
+
+ private:
+  class Rows : public RowSource::Walk {
+   public:
+    Rows(const ForwardSource& source, int64_t first) : source_(source), row_(first) {}
+
+    void next(int64_t end, void* values) override {
+      const int64_t per_row = source_.pieces_.pieces_per_row;
+      source_.forward_.run(row_ * per_row, end * per_row, Output<C>(values, source_.dtype),
+                           row_ * source_.columns);
+      row_ = end;
+    }
+
+   private:
+    const ForwardSource& source_;
+    int64_t row_;
+  };
+
+  cpu::Walk pieces_;
+  Forward<C> forward_;
+};
+
+// A sum over rows is taken in the chunks of the plain kernel, each from its first row to its last
+// by one thread: by the one that walks its first row, which computes rows beyond its own for it.
+template <typename C>
+class BackwardSource : public ActivationBackwardRows {
+ public:
+  BackwardSource(const Tensor& dy, const Tensor& x, const ActivationSpec& spec,
+                 const Tensor& scales, bool need_dscales, bool need_dbias)
+      : pieces_(x, spec, true),
+        backward_(dy, x, spec, scales, pieces_),
+        chunks_(pieces_.rows, pieces_.width * kElementCost),
+        dbias_sums_(chunks_, x.size(-1), need_dbias),
+        dscales_sums_(need_dscales ? pieces_.rows : 0) {
+    rows = pieces_.rows;
+    columns = x.size(-1);
+    dtype = source_dtype(x);
+    if (need_dscales) dscales = at::empty_like(scales);
+    if (need_dbias) dbias = at::empty({columns}, x.options());
+  }
+
+  std::unique_ptr<RowSource::Walk> walk(int64_t first, int64_t last, bool again) override {
+    return std::make_unique<Rows>(*this, first, last, again);
+  }
+
+  void write_sums() override {
+    if (dbias.defined()) dbias_sums_.write_total(dbias);
+    if (dscales.defined()) write_values(dscales, dscales_sums_);
+  }
+
+ private:
+  class Rows : public RowSource::Walk {
+   public:
+    Rows(BackwardSource& source, int64_t first, int64_t last, bool again)
+        : source_(source), first_(first), last_(last), row_(first) {
+      if (!again && source.dscales.defined()) dscales_ = source.dscales_sums_.data();
+      sums_ = !again && source.dbias.defined();
+      while (chunk_ < source.chunks_.count && source.chunks_.begin(chunk_ + 1) <= first) ++chunk_;
+    }
+
+    void next(int64_t end, void* values) override {
+      const Output<C> output(values, source_.dtype);
+      const int64_t start = row_;
+      while (row_ < end) run(std::min(end, chunk_end()), output, start, dscales_);
+    }
+
+    void finish() override {
+      const int64_t end = chunk_end();
+      if (!sums_ || row_ != last_ || row_ == end || !owned()) return;
+      const auto buffer = make_buffer<C>(source_.columns);
+      const Output<C> output(buffer.get(), c10::CppTypeToScalarType<C>::value);
+      while (row_ < end) run(row_ + 1, output, row_, nullptr);
+    }
+
+   private:
+    int64_t chunk_end() const { return source_.chunks_.begin(chunk_ + 1); }
+    bool owned() const { return source_.chunks_.begin(chunk_) >= first_; }
+
+    // Rows up to `end`, of one chunk.
+    void run(int64_t end, const Output<C>& output, int64_t start, C* dscales) {
+      const int64_t per_row = source_.pieces_.pieces_per_row;
+      C* dbias = sums_ && owned() ? source_.dbias_sums_.chunk(chunk_) : nullptr;
+      source_.backward_.run(row_ * per_row, end * per_row, output, start * source_.columns, dscales,
+                            dbias);
+      row_ = end;
+      if (row_ == chunk_end() && row_ < last_) ++chunk_;
+    }
+
+    BackwardSource& source_;
+    int64_t first_, last_, row_, chunk_ = 0;
+    C* dscales_ = nullptr;
+    bool sums_ = false;
+  };
+
+  cpu::Walk pieces_;
+  Backward<C> backward_;
+  RowChunks chunks_;
+  ChunkSums<C> dbias_sums_;
+  std::vector<C> dscales_sums_;
+};
 
 }  // namespace
 
@@ -206,6 +350,25 @@ ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
   dispatch_compute(x.scalar_type(),
                    [&](auto zero) { backward_into<decltype(zero)>(result, dy, x, spec, scales); });
   return result;
+}
+
+std::unique_ptr<RowSource> activation_forward_rows(const Tensor& x, const ActivationSpec& spec,
+                                                   const Tensor& scales) {
+  return dispatch_compute(x.scalar_type(), [&](auto zero) -> std::unique_ptr<RowSource> {
+    return std::make_unique<ForwardSource<decltype(zero)>>(x, spec, scales);
+  });
+}
+
+std::unique_ptr<ActivationBackwardRows> activation_backward_rows(const Tensor& dy, const Tensor& x,
+                                                                 const ActivationSpec& spec,
+                                                                 const Tensor& scales,
+                                                                 bool need_dscales,
+                                                                 bool need_dbias) {
+  return dispatch_compute(x.scalar_type(),
+                          [&](auto zero) -> std::unique_ptr<ActivationBackwardRows> {
+                            return std::make_unique<BackwardSource<decltype(zero)>>(
+                                dy, x, spec, scales, need_dscales, need_dbias);
+                          });
 }
 
 }  // namespace ligature::cpu

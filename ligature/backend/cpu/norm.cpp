@@ -35,27 +35,71 @@ Tensor make_statistic(const Tensor& x, int64_t rows) {
   return at::empty({rows}, x.options().dtype(compute_dtype(x.scalar_type())));
 }
 
+// Gives rows of y from those of x.
+template <typename C>
+class Normalizer {
+ public:
+  Normalizer(const Tensor& x, const Tensor& w, const Tensor& b, bool zero_centered, int64_t n)
+      : n_(n),
+        gamma_(make_gamma<C>(w, zero_centered, n)),
+        beta_(make_parameter<C>(b, C(0), n)),
+        input_(x) {}
+
+  /// Into `output` at `at`, from the statistics that statistics_of(row, x_row) gives. `buffer`: two
+  /// rows.
+  template <typename StatisticsOf>
+  void row(int64_t row, const StatisticsOf& statistics_of, const Output<C>& output, int64_t at,
+           C* buffer) const {
+    const C* x_row = input_.read(row * n_, n_, buffer);
+    C* y_row = output.place(at, buffer + n_);
+    normalize_row(x_row, statistics_of(row, x_row), gamma_.get(), beta_.get(), y_row, n_);
+    output.write(at, n_, y_row);
+  }
+
+ private:
+  int64_t n_;
+  std::unique_ptr<C[]> gamma_, beta_;
+  Input<C> input_;
+};
+
 // Writes y for each row from the statistics that statistics_of(row, x_row) gives.
 template <typename C, typename StatisticsOf>
 Tensor normalize(const Tensor& x, const Tensor& w, const Tensor& b, bool zero_centered, int64_t n,
                  at::ScalarType out_dtype, const StatisticsOf& statistics_of) {
   Tensor y = at::empty(x.sizes(), x.options().dtype(out_dtype));
   const int64_t rows = n > 0 ? x.numel() / n : 0;
-  const auto gamma = make_gamma<C>(w, zero_centered, n);
-  const auto beta = make_parameter<C>(b, C(0), n);
-  const Input<C> input(x);
+  const Normalizer<C> normalizer(x, w, b, zero_centered, n);
   const Output<C> output(y);
   parallel_chunks(RowChunks(rows, n), [&](int64_t, int64_t first, int64_t last) {
     const auto buffer = make_buffer<C>(2 * n);
     for (int64_t row = first; row < last; ++row) {
-      const C* x_row = input.read(row * n, n, buffer.get());
-      C* y_row = output.place(row * n, buffer.get() + n);
-      normalize_row(x_row, statistics_of(row, x_row), gamma.get(), beta.get(), y_row, n);
-      output.write(row * n, n, y_row);
+      normalizer.row(row, statistics_of, output, row * n, buffer.get());
     }
   });
   return y;
 }
+
+// Where the statistics of a forward go.
+template <typename C>
+struct StatisticsOutput {
+  C* mean;  // null unless centered
+  C* rstd;
+
+  StatisticsOutput(const Tensor& mean_tensor, const Tensor& rstd_tensor)
+      : mean(mean_tensor.defined() ? mean_tensor.mutable_data_ptr<C>() : nullptr),
+        rstd(rstd_tensor.mutable_data_ptr<C>()) {}
+
+  RowStatistics<C> find(int64_t row, const C* x_row, int64_t n, NormKind kind, C eps) const {
+    const RowStatistics<C> s = row_statistics(x_row, n, kind, eps);
+    if (mean != nullptr) mean[row] = s.mean;
+    rstd[row] = s.rstd;
+    return s;
+  }
+
+  RowStatistics<C> found(int64_t row) const {
+    return {mean != nullptr ? mean[row] : C(0), rstd[row]};
+  }
+};
 
 NormForward norm_forward(const Tensor& x, const Tensor& w, const Tensor& b, double eps,
                          bool zero_centered, int64_t n, NormKind kind, at::ScalarType out_dtype) {
@@ -65,14 +109,75 @@ NormForward norm_forward(const Tensor& x, const Tensor& w, const Tensor& b, doub
   result.rstd = make_statistic(x, rows);
   dispatch_compute(x.scalar_type(), [&](auto zero) {
     using C = decltype(zero);
-    C* mean = kind.centered ? result.mean.mutable_data_ptr<C>() : nullptr;
-    C* rstd = result.rstd.mutable_data_ptr<C>();
+    const StatisticsOutput<C> statistics(result.mean, result.rstd);
     result.y = normalize<C>(x, w, b, zero_centered, n, out_dtype, [&](int64_t row, const C* x_row) {
-      const RowStatistics<C> s = row_statistics(x_row, n, kind, static_cast<C>(eps));
-      if (mean != nullptr) mean[row] = s.mean;
-      rstd[row] = s.rstd;
-      return s;
+      return statistics.find(row, x_row, n, kind, static_cast<C>(eps));
     });
+  });
+  return result;
+}
+
+template <typename C>
+class NormSource : public RowSource {
+ public:
+  NormSource(const Tensor& x, const Tensor& w, const Tensor& b, double eps, bool zero_centered,
+             NormKind kind, at::ScalarType out_dtype, const Tensor& mean, const Tensor& rstd)
+      : normalizer_(x, w, b, zero_centered, w.numel()),
+        statistics_(mean, rstd),
+        kind_(kind),
+        eps_(static_cast<C>(eps)) {
+    columns = w.numel();
+    rows = x.numel() / columns;
+    dtype = out_dtype == at::kDouble ? at::kFloat : out_dtype;
+  }
+
+  std::unique_ptr<Walk> walk(int64_t first, int64_t, bool again) override {
+    return std::make_unique<Rows>(*this, first, again);
+  }
+
+ private:
+  class Rows : public Walk {
+   public:
+    Rows(const NormSource& source, int64_t first, bool again)
+        : source_(source),
+          row_(first),
+          again_(again),
+          buffer_(make_buffer<C>(2 * source.columns)) {}
+
+    void next(int64_t end, void* values) override {
+      const int64_t n = source_.columns;
+      const Output<C> output(values, source_.dtype);
+      const auto statistics_of = [&](int64_t row, const C* x_row) {
+        if (again_) return source_.statistics_.found(row);
+        return source_.statistics_.find(row, x_row, n, source_.kind_, source_.eps_);
+      };
+      for (int64_t at = 0; row_ < end; ++row_, at += n) {
+        source_.normalizer_.row(row_, statistics_of, output, at, buffer_.get());
+      }
+    }
+
+   private:
+    const NormSource& source_;
+    int64_t row_;
+    bool again_;
+    std::unique_ptr<C[]> buffer_;
+  };
+
+  Normalizer<C> normalizer_;
+  StatisticsOutput<C> statistics_;
+  NormKind kind_;
+  C eps_;
+};
+
+NormRows norm_rows(const Tensor& x, const Tensor& w, const Tensor& b, double eps,
+                   bool zero_centered, NormKind kind, at::ScalarType out_dtype) {
+  const int64_t rows = x.numel() / w.numel();
+  NormRows result;
+  if (kind.centered) result.mean = make_statistic(x, rows);
+  result.rstd = make_statistic(x, rows);
+  dispatch_compute(x.scalar_type(), [&](auto zero) {
+    result.y = std::make_unique<NormSource<decltype(zero)>>(x, w, b, eps, zero_centered, kind,
+                                                            out_dtype, result.mean, result.rstd);
   });
   return result;
 }
@@ -143,6 +248,16 @@ NormForward layer_norm_forward(const Tensor& x, const Tensor& w, const Tensor& b
 NormForward rms_norm_forward(const Tensor& x, const Tensor& w, double eps, bool zero_centered_gamma,
                              at::ScalarType out_dtype) {
   return norm_forward(x, w, {}, eps, zero_centered_gamma, w.numel(), kRMSNorm, out_dtype);
+}
+
+NormRows layer_norm_rows(const Tensor& x, const Tensor& w, const Tensor& b, double eps,
+                         bool zero_centered_gamma, at::ScalarType out_dtype) {
+  return norm_rows(x, w, b, eps, zero_centered_gamma, kLayerNorm, out_dtype);
+}
+
+NormRows rms_norm_rows(const Tensor& x, const Tensor& w, double eps, bool zero_centered_gamma,
+                       at::ScalarType out_dtype) {
+  return norm_rows(x, w, {}, eps, zero_centered_gamma, kRMSNorm, out_dtype);
 }
 
 Tensor layer_norm_apply(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& w,

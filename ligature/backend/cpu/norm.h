@@ -1,6 +1,7 @@
 // The CPU backend's norm kernels, called by kernels/norm.cpp.
 #pragma once
 
+#include "ligature/backend/cpu/row_source.h"
 #include "ligature/kernels/norm.h"
 
 namespace ligature::cpu {
@@ -14,6 +15,19 @@ NormForward layer_norm_forward(const Tensor& x, const Tensor& w, const Tensor& b
                                bool zero_centered_gamma, at::ScalarType out_dtype);
 NormForward rms_norm_forward(const Tensor& x, const Tensor& w, double eps, bool zero_centered_gamma,
                              at::ScalarType out_dtype);
+
+/// The forward's y as rows to be computed, the same bits. The statistics are there once all rows
+/// have been walked.
+struct NormRows {
+  std::unique_ptr<RowSource> y;
+  Tensor mean;  // undefined for RMSNorm
+  Tensor rstd;
+};
+NormRows layer_norm_rows(const Tensor& x, const Tensor& w, const Tensor& b, double eps,
+                         bool zero_centered_gamma, at::ScalarType out_dtype);
+NormRows rms_norm_rows(const Tensor& x, const Tensor& w, double eps, bool zero_centered_gamma,
+                       at::ScalarType out_dtype);
+
 Tensor layer_norm_apply(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& w,
                         const Tensor& b, bool zero_centered_gamma, at::ScalarType out_dtype);
 Tensor rms_norm_apply(const Tensor& x, const Tensor& rstd, const Tensor& w,

@@ -55,7 +55,7 @@ struct Grid {
 template <typename T>
 class Quantization {
  public:
-  Quantization(const RowSource& source, const QuantizeArgs& args)
+  Quantization(RowSource& source, const QuantizeArgs& args)
       : source_(source),
         args_(args),
         format_(args.format),
@@ -97,7 +97,9 @@ class Quantization {
   // Calls f(values, stride, range, scratch) for all of the matrix, in parallel.
   template <typename F>
   void walk(bool again, const F& f) const {
-    const int64_t unit_rows = args_.columnwise ? kTurned : std::max(kRows, rowwise_.blocks().group);
+    const int64_t least_rows =
+        std::max(kRows, args_.rowwise ? rowwise_.blocks().group : columnwise_.blocks().group);
+    int64_t unit_rows = args_.columnwise ? kTurned : least_rows;
     if (source_.stored) {
       const Grid grid(source_.rows, source_.columns, unit_rows, kTileColumns);
       const int64_t unit = unit_rows * std::min(source_.columns, kTileColumns);
@@ -111,6 +113,10 @@ class Quantization {
         }
       });
       return;
+    }
+    const int64_t block_rows = std::max(least_rows, args_.columnwise ? format_.block_size() : 0);
+    while (unit_rows > block_rows && source_.rows < unit_rows * at::get_num_threads()) {
+      unit_rows /= 2;
     }
     const int64_t units = ceil_div(source_.rows, unit_rows);
     at::parallel_for(
@@ -262,7 +268,7 @@ class Quantization {
                       s.tile);
   }
 
-  const RowSource& source_;
+  RowSource& source_;
   const QuantizeArgs& args_;
   const Format& format_;
   QuantizedPair result_;
@@ -290,19 +296,20 @@ class StoredRows : public RowSource {
     stored = true;
     values = x.const_data_ptr();
   }
-  std::unique_ptr<Walk> walk(int64_t, int64_t, bool) const override { return nullptr; }
+  std::unique_ptr<Walk> walk(int64_t, int64_t, bool) override { return nullptr; }
 };
 
 }  // namespace
 
-QuantizedPair quantize(const RowSource& source, const QuantizeArgs& args) {
+QuantizedPair quantize(RowSource& source, const QuantizeArgs& args) {
   return dispatch(source.dtype,
                   [&](auto zero) { return Quantization<decltype(zero)>(source, args).run(); });
 }
 
 QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args) {
   const Tensor values = x.scalar_type() == at::kDouble ? x.to(at::kFloat) : x;
-  return quantize(StoredRows(values), args);
+  StoredRows rows(values);
+  return quantize(rows, args);
 }
 
 void update_amax(const Tensor& x, Tensor& amax) {

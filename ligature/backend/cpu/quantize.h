@@ -14,7 +14,7 @@ using kernels::QuantizedPair;
 QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args);
 /// The matrix that `source` gives, in one or two walks over it; in one where
 /// !needs_amax_first(args.format).
-QuantizedPair quantize(const RowSource& source, const QuantizeArgs& args);
+QuantizedPair quantize(RowSource& source, const QuantizeArgs& args);
 /// Is the largest value of the whole tensor wanted before anything can be written?
 inline bool needs_amax_first(const Format& format) {
   return format.scaling == Scaling::Current || format.scaling == Scaling::NV;

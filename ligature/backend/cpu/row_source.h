@@ -29,7 +29,7 @@ class RowSource {
   const void* values = nullptr;  ///< then where
 
   /// `again`: all rows have been computed before, and what they give besides their values is known.
-  virtual std::unique_ptr<Walk> walk(int64_t first, int64_t last, bool again) const = 0;
+  virtual std::unique_ptr<Walk> walk(int64_t first, int64_t last, bool again) = 0;
 };
 
 }  // namespace ligature::cpu

@@ -61,6 +61,10 @@ Output<C>::Output(const at::Tensor& t) {
 }
 
 template <typename C>
+Output<C>::Output(void* data, at::ScalarType dtype)
+    : data_(data), dtype_(dtype), direct_(dtype == c10::CppTypeToScalarType<C>::value) {}
+
+template <typename C>
 void Output<C>::convert(int64_t offset, int64_t n, const C* values) const {
   dispatch_dtype(dtype_, [&](auto zero) {
     using T = decltype(zero);

@@ -35,6 +35,8 @@ template <typename C>
 class Output {
  public:
   explicit Output(const at::Tensor& t);
+  /// Memory that is no tensor's.
+  Output(void* data, at::ScalarType dtype);
 
   bool defined() const { return data_ != nullptr; }
 
