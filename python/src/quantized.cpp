@@ -1,9 +1,357 @@
-// Quantizers and quantized tensors in Python.
+// Quantizers and quantized tensors in Python: handles without behaviour of their own. The classes
+// that users see are in ligature/quantization.
+#include "quantized.h"
+
+#include <cmath>
+
 #include "bindings.h"
-#include "host.h"
+#include "guest.h"
+#include "ligature/meta.h"
 
 namespace ligature::python {
+namespace {
 
-void bind_quantized(py::module_&) {}
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// -- a format as plain fields
+
+template <class Enum>
+using Names = std::vector<std::pair<const char*, Enum>>;
+
+const Names<Scaling> scalings = {{"delayed", Scaling::Delayed},
+                                 {"current", Scaling::Current},
+                                 {"block", Scaling::Block},
+                                 {"mx", Scaling::MX},
+                                 {"nv", Scaling::NV}};
+const Names<Element> elements = {
+    {"e4m3", Element::E4M3}, {"e5m2", Element::E5M2}, {"e2m1", Element::E2M1}};
+const Names<FourOverSix> choices = {{"none", FourOverSix::None},
+                                    {"mean_absolute", FourOverSix::MeanAbsolute},
+                                    {"mean_square", FourOverSix::MeanSquare}};
+
+template <class Enum>
+const char* name_of(const Names<Enum>& names, Enum value) {
+  for (const auto& [name, known] : names) {
+    if (known == value) return name;
+  }
+  return "";
+}
+
+template <class Enum>
+Enum value_of(const Names<Enum>& names, const std::string& field, const std::string& name) {
+  for (const auto& [known, value] : names) {
+    if (name == known) return value;
+  }
+  LIGATURE_CHECK(false, "a format's ", field, " is none of those known, got '", name, "'");
+}
+
+using py::literals::operator""_a;
+
+py::dict fields_of(const Format& f) {
+  return py::dict("scaling"_a = name_of(scalings, f.scaling),
+                  "element"_a = name_of(elements, f.element), "block_2d"_a = f.block_2d,
+                  "power_of_2_scales"_a = f.power_of_2_scales, "amax_epsilon"_a = f.amax_epsilon,
+                  "hadamard"_a = f.hadamard, "stochastic_rounding"_a = f.stochastic_rounding,
+                  "row_scaled"_a = f.row_scaled,
+                  "four_over_six"_a = name_of(choices, f.four_over_six));
+}
+
+Format format_from(const py::dict& fields) {
+  Format f;
+  for (const auto& [key, value] : fields) {
+    const auto name = py::cast<std::string>(key);
+    const auto flag = [&, &value = value] {
+      LIGATURE_CHECK_TYPE(py::isinstance<py::bool_>(value), "a format's ", name,
+                          " must be True or False, got ", py::str(value).cast<std::string>());
+      return value.cast<bool>();
+    };
+    const auto text = [&, &value = value] {
+      LIGATURE_CHECK_TYPE(py::isinstance<py::str>(value), "a format's ", name,
+                          " must be a name, got ", py::str(value).cast<std::string>());
+      return value.cast<std::string>();
+    };
+    if (name == "scaling") {
+      f.scaling = value_of(scalings, name, text());
+    } else if (name == "element") {
+      f.element = value_of(elements, name, text());
+    } else if (name == "four_over_six") {
+      f.four_over_six = value_of(choices, name, text());
+    } else if (name == "block_2d") {
+      f.block_2d = flag();
+    } else if (name == "power_of_2_scales") {
+      f.power_of_2_scales = flag();
+    } else if (name == "amax_epsilon") {
+      f.amax_epsilon = value.cast<float>();
+    } else if (name == "hadamard") {
+      f.hadamard = flag();
+    } else if (name == "stochastic_rounding") {
+      f.stochastic_rounding = flag();
+    } else if (name == "row_scaled") {
+      f.row_scaled = flag();
+    } else {
+      LIGATURE_CHECK(false, "a format has no field '", name, "'");
+    }
+  }
+  return f;
+}
+
+// -- quantizers
+
+std::shared_ptr<Quantizer> make_quantizer(const py::dict& fields, bool rowwise, bool columnwise,
+                                          const py::object& scale, const py::object& amax) {
+  auto made = std::make_shared<Quantizer>(format_from(fields), Usage{rowwise, columnwise});
+  if (made->format_tag().scaling == Scaling::Delayed) {
+    made->delayed = std::make_shared<DelayedScale>();
+    made->delayed->scale = unwrap(scale, "scale");
+    made->delayed->amax = unwrap(amax, "amax");
+    made->delayed->max_value = max_value(made->format_tag().element);
+  }
+  return made;
+}
+
+/// `deep`: with a factor and a largest value of its own.
+std::shared_ptr<Quantizer> copy_of(const Quantizer& quantizer, bool deep) {
+  auto made = quantizer.copy();
+  if (deep && made->delayed != nullptr) {
+    made->delayed = std::make_shared<DelayedScale>(*made->delayed);
+    for (Tensor* t : {&made->delayed->scale, &made->delayed->amax, &made->delayed->history}) {
+      if (t->defined()) *t = t->clone();
+    }
+  }
+  return made;
+}
+
+void set_reduce_amax(Quantizer& quantizer, const py::object& function) {
+  if (function.is_none()) {
+    quantizer.reduce_amax = nullptr;
+    return;
+  }
+  auto keep = hold(function);
+  quantizer.reduce_amax = [keep](Tensor& amax) { with_python([&] { held(keep)(wrap(amax)); }); };
+}
+
+// Below autograd nothing counts versions: here it is made sure that every write does.
+template <class F>
+void writing(const QuantizedTensor& to, F&& write) {
+  std::vector<std::pair<Tensor, uint32_t>> before;
+  for (const Tensor& t : to.tensors()) {
+    if (!t.is_inference()) before.emplace_back(t, t._version());
+  }
+  write();
+  for (const auto& [t, version] : before) {
+    if (t._version() == version) t.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void update(const Quantizer& quantizer, const Tensor& x, QuantizedTensor& to) {
+  writing(to, [&] { quantizer.update(x, to); });
+}
+
+// -- quantized tensors
+
+/// What made it; for one from a file, what makes the like of it. A factor of delayed scaling is
+/// then the one it was made with.
+std::shared_ptr<Quantizer> quantizer_for(const QuantizedPtr& q) {
+  if (q->quantizer() != nullptr) return std::const_pointer_cast<Quantizer>(q->quantizer());
+  auto made = std::make_shared<Quantizer>(q->format_tag(),
+                                          Usage{q->rowwise().defined(), q->columnwise().defined()});
+  if (q->format_tag().scaling == Scaling::Delayed) {
+    const auto& part = q->rowwise().defined() ? q->rowwise() : q->columnwise();
+    made->delayed = std::make_shared<DelayedScale>();
+    made->delayed->scale = part.scale.reciprocal();
+    made->delayed->max_value = max_value(q->format_tag().element);
+  }
+  q->set_quantizer(made);
+  return made;
+}
+
+int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+/// Refuses parts that a tensor of this format cannot have: they come from files.
+void check_part(const kernels::QuantizedMatrix& m, const Format& f, int64_t rows, int64_t columns,
+                const char* which) {
+  const auto check = [&](const char* name, const Tensor& t, at::ScalarType dtype,
+                         const std::vector<int64_t>& sizes) {
+    LIGATURE_CHECK(t.defined() && t.scalar_type() == dtype && t.sizes() == at::IntArrayRef(sizes),
+                   "the ", which, " ", name, " of a tensor in format ", f.name(), " must be ",
+                   c10::toString(dtype), " ", sizes_string(sizes), ", got ",
+                   t.defined() ? to_string(ValueMeta::of(t)) : std::string("nothing"));
+    LIGATURE_CHECK(!t.is_floating_point() || t.is_meta() || t.isfinite().all().item<bool>(), "the ",
+                   which, " ", name, " of a tensor in format ", f.name(), " must be finite");
+  };
+  const bool fp4 = f.element == Element::E2M1;
+  check("data", m.data, at::kByte, {rows, fp4 ? blocks(columns, 2) : columns});
+  const int64_t size = f.block_size();
+  if (f.per_tensor()) {
+    check("scale", m.scale, at::kFloat, {1});
+  } else {
+    check("scale", m.scale, f.scaling == Scaling::Block ? at::kFloat : at::kByte,
+          {f.block_2d ? blocks(rows, size) : rows, blocks(columns, size)});
+  }
+  if (f.scaling == Scaling::NV) {
+    check("amax", m.amax, at::kFloat, {f.row_scaled ? rows : 1});
+  } else {
+    LIGATURE_CHECK(!m.amax.defined(), "a tensor in format ", f.name(), " has no ", which, " amax");
+  }
+}
+
+QuantizedPtr make_quantized(const py::dict& fields, const std::vector<int64_t>& sizes,
+                            at::ScalarType dtype, const py::list& parts) {
+  const Format format = Quantizer(format_from(fields)).format_tag();
+  LIGATURE_CHECK(parts.size() == 6, "a quantized tensor has places for 6 parts, got ",
+                 parts.size());
+  std::array<Tensor, 6> t;
+  for (size_t i = 0; i < t.size(); ++i) t[i] = unwrap(parts[i], "a part of a quantized tensor");
+  kernels::QuantizedPair pair{{t[0], t[1], t[2]}, {t[3], t[4], t[5]}};
+  LIGATURE_CHECK(pair.rowwise.defined() || pair.columnwise.defined(),
+                 "a quantized tensor must have row-wise or column-wise data, got neither");
+  LIGATURE_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
+                 "a quantized tensor stands for float32, bfloat16 or float16, got ",
+                 c10::toString(dtype));
+  for (int64_t size : sizes) {
+    LIGATURE_CHECK(size >= 0, "a shape has no negative sizes, got ", sizes_string(sizes));
+  }
+  at::Device device = pair.rowwise.defined() ? t[0].device() : t[3].device();
+  for (const Tensor& part : t) {
+    LIGATURE_CHECK(!part.defined() || part.device() == device,
+                   "the parts of a quantized tensor must be on one device, got ", device, " and ",
+                   part.device());
+  }
+  auto made = std::make_shared<QuantizedTensor>(format, sizes, dtype, pair);
+  if (pair.rowwise.defined()) {
+    check_part(pair.rowwise, format, made->rows(), made->columns(), "row-wise");
+  }
+  if (pair.columnwise.defined()) {
+    const int64_t rows = format.hadamard ? blocks(made->rows(), 16) * 16 : made->rows();
+    check_part(pair.columnwise, format, made->columns(), rows, "column-wise");
+  }
+  return made;
+}
+
+bool same_layout(const QuantizedTensor& a, const QuantizedTensor& b) {
+  return a.format_tag() == b.format_tag() && a.sizes() == b.sizes() &&
+         a.rowwise().defined() == b.rowwise().defined() &&
+         a.columnwise().defined() == b.columnwise().defined();
+}
+
+py::tuple parts_of(const QuantizedTensor& q) {
+  const auto& r = q.rowwise();
+  const auto& c = q.columnwise();
+  return py::make_tuple(wrap(r.data), wrap(r.scale), wrap(r.amax), wrap(c.data), wrap(c.scale),
+                        wrap(c.amax));
+}
+
+void set_wrapper(const py::object& function) {
+  if (function.is_none()) {
+    set_quantized_wrapper(nullptr);
+    return;
+  }
+  auto keep = hold(function);
+  set_quantized_wrapper([keep](const QuantizedPtr& q) {
+    return with_python([&] { return unwrap(held(keep)(q), "a quantized tensor"); });
+  });
+}
+
+void bind_quantizer(py::module_& m) {
+  py::class_<Quantizer, std::shared_ptr<Quantizer>>(m, "Quantizer", py::dynamic_attr())
+      .def(py::init(&make_quantizer), py::arg("format"), py::arg("rowwise"), py::arg("columnwise"),
+           py::arg("scale") = py::none(), py::arg("amax") = py::none())
+      .def_property_readonly("format", &Quantizer::format)
+      .def_property_readonly("fields", [](const Quantizer& q) { return fields_of(q.format_tag()); })
+      .def_property(
+          "rowwise", [](const Quantizer& q) { return q.usage.rowwise; },
+          [](Quantizer& q, bool value) { q.usage.rowwise = value; })
+      .def_property(
+          "columnwise", [](const Quantizer& q) { return q.usage.columnwise; },
+          [](Quantizer& q, bool value) { q.usage.columnwise = value; })
+      .def_property(
+          "scale", [](const Quantizer& q) { return wrap(q.delayed ? q.delayed->scale : Tensor()); },
+          [](Quantizer& q, const Tensor& value) { q.delayed->scale = value; })
+      .def_property(
+          "amax", [](const Quantizer& q) { return wrap(q.delayed ? q.delayed->amax : Tensor()); },
+          [](Quantizer& q, const Tensor& value) { q.delayed->amax = value; })
+      .def_property_readonly("reduces_amax",
+                             [](const Quantizer& q) { return static_cast<bool>(q.reduce_amax); })
+      .def("set_reduce_amax", &set_reduce_amax, py::arg("function"))
+      .def(
+          "quantize", [](const Quantizer& q, const Tensor& x) { return q.quantize(x); },
+          py::arg("x"), NoGil())
+      .def("update", &update, py::arg("x"), py::arg("to"), NoGil())
+      .def(
+          "make_empty",
+          [](const Quantizer& q, const std::vector<int64_t>& sizes, at::ScalarType dtype,
+             at::Device device) { return q.make_empty(sizes, dtype, device); },
+          py::arg("sizes"), py::arg("dtype"), py::arg("device"), NoGil())
+      .def("calibrate", &Quantizer::calibrate, py::arg("x"), NoGil())
+      .def("why_not", &Quantizer::why_not, py::arg("x"))
+      .def("copy", &copy_of, py::arg("deep") = false, NoGil());
+}
+
+void bind_tensor(py::module_& m) {
+  py::class_<QuantizedTensor, QuantizedPtr>(m, "QuantizedTensor")
+      .def_property_readonly("format", &QuantizedTensor::format)
+      .def_property_readonly("fields",
+                             [](const QuantizedTensor& q) { return fields_of(q.format_tag()); })
+      .def_property_readonly(
+          "sizes", [](const QuantizedTensor& q) { return py::tuple(py::cast(q.sizes().vec())); })
+      .def_property_readonly("dtype", &QuantizedTensor::dtype)
+      .def_property_readonly("device", &QuantizedTensor::device)
+      .def_property_readonly("bytes", &QuantizedTensor::bytes)
+      .def_property_readonly("parts", &parts_of)
+      .def_property_readonly("tensors", &QuantizedTensor::tensors)
+      .def_property_readonly("quantizer", &quantizer_for)
+      .def(
+          "dequantize",
+          [](const QuantizedTensor& q, std::optional<at::ScalarType> dtype) {
+            return q.dequantize(dtype);
+          },
+          py::arg("dtype") = py::none(), NoGil())
+      .def("with_tensors", &QuantizedTensor::with_tensors, py::arg("tensors"))
+      .def("view", &QuantizedTensor::view, py::arg("sizes"))
+      .def("with_dtype", &QuantizedTensor::with_dtype, py::arg("dtype"))
+      .def(
+          "with_quantizer",
+          [](const QuantizedTensor& q, const std::shared_ptr<Quantizer>& quantizer) {
+            auto made = std::make_shared<QuantizedTensor>(q);
+            made->set_quantizer(quantizer);
+            return made;
+          },
+          py::arg("quantizer"))
+      .def("only", &QuantizedTensor::only, py::arg("rowwise"), py::arg("columnwise"))
+      .def("make_usage", &QuantizedTensor::make_usage, py::arg("rowwise"), py::arg("columnwise"),
+           NoGil())
+      .def("same_layout", &same_layout, py::arg("other"))
+      .def(
+          "copy_from",
+          [](QuantizedTensor& to, const QuantizedTensor& from) {
+            writing(to, [&] { to.copy_from(from); });
+          },
+          py::arg("other"), NoGil());
+  m.def("make_quantized", &make_quantized, py::arg("format"), py::arg("sizes"), py::arg("dtype"),
+        py::arg("parts"));
+  m.def("quantized_of", &quantized_of, py::arg("tensor"));
+  m.def("attach_quantized", &attach_quantized, py::arg("wrapper"), py::arg("quantized"));
+  m.def("set_quantized_wrapper", &set_wrapper, py::arg("function"));
+}
+
+}  // namespace
+
+py::object python_of(const QuantizerPtr& quantizer) {
+  if (quantizer == nullptr) return py::none();
+  if (const auto* own = dynamic_cast<const PythonQuantizer*>(quantizer.get())) return own->object();
+  return py::module_::import("ligature.quantization.quantizers")
+      .attr("quantizer_of")(std::const_pointer_cast<Quantizer>(quantizer));
+}
+
+std::shared_ptr<Quantizer> quantizer_behind(const py::handle& object) {
+  const py::object handle = py::getattr(object, "_handle", py::none());
+  if (!py::isinstance<Quantizer>(handle)) return nullptr;
+  return handle.cast<std::shared_ptr<Quantizer>>();
+}
+
+void bind_quantized(py::module_& m) {
+  bind_quantizer(m);
+  bind_tensor(m);
+}
 
 }  // namespace ligature::python

@@ -1,0 +1,503 @@
+"""Quantized tensors under torch's functions: what is computed, written, and stays quantized."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quantized_support import CLASSES, E2M1, E4M3, EVERY, QUANTIZERS, bits, make, same_bits
+
+from ligature.quantization import (
+    Float8Tensor,
+    MXFP8Quantizer,
+    MXFP8Tensor,
+    NVFP4Quantizer,
+    QuantizedTensor,
+)
+
+
+def requantized(q: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
+    """The values of ``q`` after ``values`` were written into it."""
+    return q._quantizer.quantize(values).dequantize()
+
+
+# -- functions compute with the values
+
+
+@EVERY
+def test_functions_give_plain_tensors(kind: str) -> None:
+    q = make(kind, 24, 40)
+    v = q.dequantize()
+    other = torch.randn(24, 40)
+    for f in (
+        lambda t: t + 1,
+        lambda t: other * t,
+        lambda t: t @ other.t(),
+        lambda t: torch.cat([t, other, t]),
+        lambda t: F.linear(other, t),
+        lambda t: t.float().softmax(-1),
+        lambda t: torch.stack([t, t]),
+        lambda t: t.sum(dim=1),
+        lambda t: t.amax(dim=-1),
+        lambda t: t[3:5, ::2],
+        lambda t: t.t(),
+        lambda t: t.permute(1, 0).reshape(-1),
+        lambda t: torch.where(t > 0, t, other),
+        lambda t: F.layer_norm(t, (40,)),
+        lambda t: torch.einsum("ij,ij->i", t, other),
+        lambda t: t.max(dim=0).values,
+        lambda t: t.double(),
+        lambda t: t.to(torch.int32),
+        lambda t: t.view(torch.int32),
+    ):
+        result = f(q)
+        assert not isinstance(result, QuantizedTensor)
+        assert torch.equal(result, f(v)), f
+        assert type(result + 0) is torch.Tensor
+    assert q.sum().item() == v.sum().item()
+    assert torch.equal(q, v)
+    assert torch.allclose(q, v)
+    assert q.tolist() == v.tolist()
+    assert (q.numpy() == v.cpu().numpy()).all()
+    assert [row.tolist() for row in q] == v.tolist()
+    assert torch.equal(torch.from_dlpack(q), v)
+
+
+def test_functions_in_inference_mode() -> None:
+    with torch.inference_mode():
+        q = make("mx", 24, 64)
+        v, x = q.dequantize(), torch.randn(3, 64)
+        assert torch.equal(F.linear(x, q), F.linear(x, v))
+        assert isinstance(q.reshape(2, 12, 64), MXFP8Tensor)
+        assert isinstance(q.to(torch.bfloat16), MXFP8Tensor)
+        assert q.contiguous() is q
+        q[3] = 1.0
+        assert torch.equal(q[3], torch.ones(64))
+        q.mul_(2)
+        assert torch.equal(q[3], torch.full((64,), 2.0))
+        assert same_bits(copy.deepcopy(q), q)
+
+
+def test_out_arguments() -> None:
+    a, b, out = make("mx", 16, 64), torch.randn(16, 64), torch.empty(16, 64)
+    assert torch.add(a, b, out=out) is out
+    assert torch.equal(out, a.dequantize() + b)
+    q = make("mx", 16, 64)
+    wanted = requantized(q, a.dequantize() + b)
+    assert torch.add(a, b, out=q) is q
+    assert torch.equal(q.dequantize(), wanted)
+
+
+def test_gradients_of_functions() -> None:
+    q = make("mx", 24, 64).requires_grad_()
+    x = torch.randn(5, 64, requires_grad=True)
+    F.linear(x, q).square().sum().backward()
+    v = q.detach().dequantize().requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    F.linear(y, v).square().sum().backward()
+    assert torch.equal(q.grad, v.grad)
+    assert torch.equal(x.grad, y.grad)
+    assert type(q.grad) is torch.Tensor
+
+
+# -- writing
+
+
+@EVERY
+def test_writing_functions(kind: str) -> None:
+    other = torch.randn(24, 40)
+    for f in (
+        lambda t: t.add_(other),
+        lambda t: t.mul_(0.5),
+        lambda t: t.zero_(),
+        lambda t: t.fill_(3.0),
+        lambda t: t.clamp_(-1, 1),
+        lambda t: t.addcmul_(other, other),
+        lambda t: t.lerp_(other, 0.3),
+        lambda t: t.masked_fill_(other > 0, 0.0),
+        lambda t: t.index_copy_(0, torch.tensor([2]), other[:1]),
+        lambda t: t.add_(t),
+        lambda t: t.copy_(other),
+        lambda t: t.copy_(other[0].double()),
+        lambda t: t.copy_(make("mx", 24, 40)),
+    ):
+        torch.manual_seed(7)
+        q = make(kind, 24, 40)
+        v = q.dequantize()
+        where = [part.data_ptr() for part in q._handle.tensors]
+        version = q._version
+        torch.manual_seed(8)
+        assert f(q) is q
+        torch.manual_seed(8)
+        f(v)
+        assert torch.equal(q.dequantize(), requantized(q, v)), f
+        assert [part.data_ptr() for part in q._handle.tensors] == where
+        assert q._version == version + 1
+
+
+@EVERY
+def test_writing_keeps_the_orientations_together(kind: str) -> None:
+    q = make(kind, 32, 48)
+    x = torch.randn(32, 48)
+    q.copy_(x)
+    assert same_bits(q, q._quantizer.quantize(x))
+    columnwise = make(kind, 32, 48, rowwise=False)
+    columnwise.copy_(x)
+    assert columnwise.rowwise_data is None
+    assert torch.equal(columnwise.columnwise_data, q.columnwise_data)
+
+
+@EVERY
+def test_plain_from_quantized(kind: str) -> None:
+    q = make(kind, 16, 32)
+    plain = torch.empty(16, 32, dtype=torch.bfloat16)
+    assert plain.copy_(q) is plain
+    assert torch.equal(plain, q.dequantize().bfloat16())
+    plain.add_(q)
+    assert type(plain) is torch.Tensor
+
+
+@EVERY
+def test_quantized_from_quantized_copies_bytes(kind: str) -> None:
+    source, to = make(kind, 16, 32), make(kind, 16, 32, dtype=torch.bfloat16)
+    to.copy_(source)
+    assert same_bits(to, source)
+    assert to.dtype == torch.bfloat16
+    assert to._quantizer is not source._quantizer
+
+
+def test_quantized_from_another_format() -> None:
+    source, to = make("nv", 16, 32), make("mx", 16, 32)
+    to.copy_(source)
+    assert same_bits(to, to._quantizer.quantize(source.dequantize()))
+
+
+@EVERY
+def test_quantize_(kind: str) -> None:
+    q = make(kind, 16, 32)
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    assert q.quantize_(x) is q
+    assert torch.equal(q.dequantize(), requantized(q, x).float())
+    before = bits(q)
+    q.quantize_(x * 2, noop_flag=torch.ones(1))
+    assert all(map(torch.equal, bits(q), before))
+
+
+def test_quantize_refuses() -> None:
+    q = make("mx", 16, 32)
+    with pytest.raises(ValueError, match=r"\[MXFP8Tensor\] tensor must have shape \[16, 32\]"):
+        q.quantize_(torch.randn(32))
+    with pytest.raises(TypeError, match="tensor must be a tensor, got float"):
+        q.quantize_(1.0)
+    with pytest.raises(RuntimeError, match="shape"):
+        q.copy_(torch.randn(16, 31))
+
+
+@CLASSES
+def test_writes_are_caught_by_autograd(kind: str) -> None:
+    w = torch.randn(16, 32, requires_grad=True)
+    for write in (
+        lambda q: q.mul_(2),
+        lambda q: q.quantize_(torch.randn(16, 32)),
+        lambda q: q.detach().zero_(),
+        lambda q: q.view(4, 4, 32).zero_(),
+        lambda q: q[0].zero_(),
+        lambda q: q.t().zero_(),
+    ):
+        q = make(kind, 16, 32)
+        loss = (q * w).sum()
+        write(q)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        # The parts are what operations in C++ save.
+        q = make(kind, 16, 32)
+        versions = [part._version for part in q._handle.tensors]
+        write(q)
+        after = [part._version for part in q._handle.tensors]
+        assert all(b > a for a, b in zip(versions, after, strict=True))
+
+
+def test_shapes_cannot_be_written() -> None:
+    q = make("mx", 16, 32)
+    before = bits(q)
+    for f in (lambda: q.t_(), lambda: q.resize_(4, 4), lambda: q.unsqueeze_(0)):
+        with pytest.raises(RuntimeError, match=r"\[MXFP8Tensor\] aten.* must leave a tensor of"):
+            f()
+    assert q.shape == (16, 32)
+    assert all(map(torch.equal, bits(q), before))
+
+
+# -- what stays quantized
+
+
+@EVERY
+def test_detach_and_aliases(kind: str) -> None:
+    q = make(kind, 16, 32).requires_grad_()
+    for alias in (q.detach(), q.data):
+        assert type(alias) is type(q)
+        assert not alias.requires_grad
+        assert alias._handle is q._handle
+    with torch.no_grad():
+        q.detach().fill_(2.0)
+    assert torch.equal(q.detach().dequantize(), requantized(q, torch.full((16, 32), 2.0)))
+
+
+@EVERY
+def test_clone(kind: str) -> None:
+    q = make(kind, 16, 32)
+    c = q.clone()
+    assert type(c) is type(q)
+    assert same_bits(c, q)
+    assert c._quantizer is q._quantizer
+    c.zero_()
+    assert not same_bits(c, q)
+
+
+def test_clone_has_a_gradient() -> None:
+    q = make("mx", 16, 32).requires_grad_()
+    (q.clone() * 3).sum().backward()
+    assert torch.equal(q.grad, torch.full((16, 32), 3.0))
+
+
+@EVERY
+@pytest.mark.parametrize("shape", [(2, 8, 32), (4, -1, 32), (16, 1, 32), (-1, 32)])
+def test_views_with_the_same_last_dimension(kind: str, shape: tuple[int, ...]) -> None:
+    q = make(kind, 16, 32)
+    for view in (q.view(shape), q.reshape(shape)):
+        assert type(view) is type(q)
+        assert torch.equal(view.dequantize(), q.dequantize().view(shape))
+        assert view.rowwise_data.data_ptr() == q.rowwise_data.data_ptr()
+        assert view.rowwise_data.shape[:-1] == view.shape[:-1]
+    view.fill_(1.0)
+    assert torch.equal(q.dequantize(), requantized(q, torch.ones(16, 32)))
+
+
+def test_views_that_add_or_drop_dimensions() -> None:
+    q = make("mx", 4, 1, 32)
+    for f in (
+        lambda t: t.unsqueeze(0),
+        lambda t: t.squeeze(),
+        lambda t: t.squeeze(1),
+        lambda t: t.flatten(0, 1),
+        lambda t: t.unflatten(0, (2, 2)),
+        lambda t: t.view_as(torch.empty(2, 2, 32)),
+    ):
+        assert isinstance(f(q), MXFP8Tensor)
+        assert torch.equal(f(q).dequantize(), f(q.dequantize()))
+
+
+def test_views_have_gradients() -> None:
+    q = make("mx", 16, 32).requires_grad_()
+    weight = torch.randn(2, 8, 32)
+    (q.view(2, 8, 32) * weight).sum().backward()
+    assert torch.equal(q.grad, weight.view(16, 32))
+
+
+@CLASSES
+def test_other_views_write_through(kind: str) -> None:
+    for view, write in (
+        (lambda t: t[3], lambda t: t.fill_(1.5)),
+        (lambda t: t[:, 5:9], lambda t: t.mul_(2.0)),
+        (lambda t: t.t(), lambda t: t.copy_(torch.ones(32, 16))),
+        (lambda t: t.view(-1), lambda t: t.zero_()),
+        (lambda t: t.view(32, 16)[1], lambda t: t.add_(1.0)),
+        (lambda t: t.chunk(2)[1], lambda t: t.neg_()),
+        (lambda t: t.t()[2:4].t(), lambda t: t.fill_(0.5)),
+    ):
+        q = make(kind, 16, 32)
+        v = q.dequantize()
+        part = view(q)
+        write(part)
+        write(view(v))
+        wanted = requantized(q, v)
+        assert torch.equal(q.dequantize(), wanted), view
+        assert torch.equal(part, view(wanted))
+        q.fill_(3.0)
+        assert torch.equal(part, view(q.dequantize()))
+
+
+def test_assignment_by_index() -> None:
+    q = make("mx", 16, 32)
+    v = q.dequantize()
+    for t in (q, v):
+        t[0] = 5.0
+        t[1:3, ::2] = torch.arange(16.0)
+        t[torch.tensor([4, 5])] = 0.25
+        t[t > 4] = 4.0
+    assert torch.equal(q.dequantize(), v)  # values that E4M3 holds, in blocks of like magnitude
+
+
+def test_a_view_prints_pickles_and_copies_as_plain() -> None:
+    q = make("mx", 4, 32)
+    part = q[1]
+    assert repr(part) == repr(q.dequantize()[1])
+    assert type(copy.deepcopy(part)) is torch.Tensor
+    assert type(pickle.loads(pickle.dumps(part))) is torch.Tensor
+    assert part.tolist() == q.dequantize()[1].tolist()
+
+
+@EVERY
+def test_to_dtype_keeps_the_bits(kind: str) -> None:
+    q = make(kind, 16, 32)
+    for other in (q.to(torch.bfloat16), q.to(torch.float16), q.type(torch.bfloat16)):
+        assert type(other) is type(q)
+        assert same_bits(other, q)
+        assert torch.equal(other.dequantize(), q.dequantize(other.dtype))
+    assert q.to(torch.float32) is q
+    assert type(q.to(torch.float64)) is torch.Tensor
+
+
+@EVERY
+def test_float_half_and_bfloat16_are_plain(kind: str) -> None:
+    q = make(kind, 16, 32)
+    for got, dtype in (
+        (q.float(), torch.float32),
+        (q.half(), torch.float16),
+        (q.bfloat16(), torch.bfloat16),
+        (q.double(), torch.float64),
+        (q.dequantize(torch.float64), torch.float64),
+    ):
+        assert type(got) is torch.Tensor
+        assert torch.equal(got, q.dequantize(torch.float32).to(dtype))
+    with pytest.raises(TypeError, match="dtype must be a floating-point dtype, got torch"):
+        q.dequantize(torch.int8)
+
+
+@EVERY
+def test_to_device(kind: str) -> None:
+    q = make(kind, 16, 32)
+    assert isinstance(q.cpu(), type(q))
+    other = q.to(q.device, copy=True)
+    assert same_bits(other, q)
+    assert other.rowwise_data.data_ptr() != q.rowwise_data.data_ptr()
+    assert type(q.to("meta")) is type(q)
+    assert q.to("meta").device.type == "meta"
+
+
+@EVERY
+def test_new_tensors_are_plain(kind: str) -> None:
+    q = make(kind, 16, 32, dtype=torch.bfloat16).requires_grad_()
+    for made in (
+        torch.empty_like(q),
+        torch.zeros_like(q, memory_format=torch.preserve_format),
+        torch.ones_like(q),
+        torch.full_like(q, 2.0),
+        torch.randn_like(q),
+        q.new_empty((16, 32)),
+        q.new_zeros((16, 32)),
+    ):
+        assert type(made) is torch.Tensor
+        assert made.shape == (16, 32)
+        assert made.dtype == torch.bfloat16
+        assert made.device == q.device
+        assert not made.requires_grad
+    assert torch.zeros_like(q, dtype=torch.float32).dtype == torch.float32
+
+
+def test_dequantize_has_a_gradient() -> None:
+    q = make("nv", 8, 16, dtype=torch.bfloat16).requires_grad_()
+    y = q.dequantize(torch.float32)
+    y.backward(torch.full_like(y, 1 / 3))
+    assert torch.equal(q.grad, torch.full((8, 16), 1 / 3).bfloat16())
+    assert not q.detach().dequantize().requires_grad
+    assert torch.equal(torch.dequantize(q.detach()), q.detach().dequantize())
+
+
+# -- parts
+
+
+def test_parts() -> None:
+    x = torch.randn(2, 16, 48)
+    mx = MXFP8Quantizer(E4M3)(x)
+    assert mx.format == "mxfp8 e4m3"
+    assert mx.rowwise_data.shape == (2, 16, 48)
+    assert mx.rowwise_scale.shape == (32, 2)
+    assert mx.columnwise_data.shape == (48, 32)
+    assert mx.columnwise_scale.shape == (48, 1)
+    assert mx._rowwise_data.data_ptr() == mx.rowwise_data.data_ptr()
+    assert mx._columnwise_data.data_ptr() == mx.columnwise_data.data_ptr()
+    assert mx._rowwise_scale_inv is mx.rowwise_scale
+    assert mx._columnwise_scale_inv is mx.columnwise_scale
+    assert mx._fp8_dtype is E4M3
+    assert mx.rowwise_amax is None
+    assert mx.nbytes == 2 * (32 * 48) + 32 * 2 + 48
+    nv = NVFP4Quantizer(E2M1)(x)
+    assert nv.rowwise_data.shape == (2, 16, 24)
+    assert nv.rowwise_amax.item() == x.abs().max().item()
+    assert nv.columnwise_amax.item() == x.abs().max().item()
+    f8 = make("current", 16, 32)
+    assert isinstance(f8, Float8Tensor)
+    assert f8._data.shape == (16, 32)
+    assert torch.equal(f8._transpose, f8._data.t())
+    assert f8._scale_inv.shape == (1,)
+
+
+@EVERY
+def test_repr(kind: str) -> None:
+    q = make(kind, 3, 32)
+    text = repr(q)
+    assert text.startswith(f"{type(q).__name__}({q.format}, shape=[3, 32], dtype=torch.float32")
+    assert repr(q.dequantize()) in text
+    assert "requires_grad=True" in repr(q.requires_grad_())
+    assert "grad_fn=" in repr(q.clone())
+    assert f"{q}" == repr(q)
+
+
+def test_memory_is_that_of_the_parts() -> None:
+    q = make("mx", 16, 32)
+    with pytest.raises(RuntimeError, match=r"\[MXFP8Tensor\] has no memory of its own"):
+        q.data_ptr()
+
+
+# -- under autograd's tools
+
+
+def test_saved_tensor_hooks() -> None:
+    q = make("mx", 16, 32)
+    w = torch.randn(16, 32, requires_grad=True)
+    seen: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: seen.append(type(t)) or t.detach().clone(), lambda t: t
+    ):
+        loss = (q * w).sum()
+    loss.backward()
+    assert MXFP8Tensor in seen
+    assert torch.equal(w.grad, q.dequantize())
+    w.grad = None
+    with torch.autograd.graph.save_on_cpu():
+        loss = (q * w).sum()
+    loss.backward()
+    assert torch.equal(w.grad, q.dequantize())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(reentrant: bool) -> None:
+    q = make("mx", 16, 32).requires_grad_()
+    w = torch.randn(16, 32, requires_grad=True)
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a * b).exp() * a
+
+    f(q, w).sum().backward()
+    wanted = [q.grad.clone(), w.grad.clone()]
+    q.grad = w.grad = None
+    torch.utils.checkpoint.checkpoint(f, q, w, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(q.grad, wanted[0])
+    assert torch.equal(w.grad, wanted[1])
+
+
+@EVERY
+def test_threads(kind: str) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    x = torch.randn(4, 64, 64)
+    quantizer = QUANTIZERS[kind]()
+    wanted = [quantizer(part).dequantize().cpu() for part in x]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            got = pool.map(lambda part: quantizer(part).dequantize().cpu(), x)
+            assert all(map(torch.equal, got, wanted))
