@@ -174,7 +174,9 @@ def _with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not func._schema.is_mutable:
         return result
     given = {}
-    for tensor in _written(func, args, kwargs):
+    for tensor, counted in _written(func, args, kwargs):
+        if not counted and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
         whole = whole_of(tensor)
         if whole is None:
             continue
@@ -192,13 +194,18 @@ def _with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map_only(torch.Tensor, lambda t: given.get(id(t), t), result)
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that ``func`` writes into, each once."""
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, bool]]:
+    """The tensors that ``func`` writes into, and whether autograd counts that by itself.
+
+    It does for single tensors, not for the lists of optimizers' functions.
+    """
     found = {}
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found.update({id(t): t for t in tree_leaves(value) if isinstance(t, torch.Tensor)})
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, torch.Tensor):
+                    found[id(tensor)] = tensor, tensor is value
     return list(found.values())
 
 
