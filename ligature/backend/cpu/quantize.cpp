@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cfloat>
+#include <cmath>
 
 #include "ligature/backend/cpu/float8.h"
 #include "ligature/backend/cpu/quantize_write.h"
@@ -83,6 +84,7 @@ class Quantization {
       float* amax = args_.amax.mutable_data_ptr<float>();
       amax[0] = std::max(amax[0], std::bit_cast<float>(amax_));
     }
+    if (turn_codes_ && !format_.per_tensor()) turn_scales();
     return std::move(result_);
   }
 
@@ -90,6 +92,7 @@ class Quantization {
   struct Scratch {
     TileScratch tile;
     T turned[kTurned * kTurned];
+    uint8_t codes[2 * kTurned * kTurned];
     float transformed[kTurned * kTurnedColumns];
     float turned_transformed[kTurned * kTurnedColumns];
   };
@@ -164,7 +167,14 @@ class Quantization {
         raise(column_amax_[range.first_column + c], largest[c]);
       }
     }
-    if (!format_.row_scaled && plain_amax()) raise(amax_, tile_amax(tile));
+    if (!format_.row_scaled && plain_amax()) {
+      uint32_t largest = tile_amax(tile, true);
+      if (largest >= kInfinityBits) {
+        raise(special_, 1);
+        largest = tile_amax(tile, false);
+      }
+      raise(amax_, largest);
+    }
     if (args_.columnwise && format_.hadamard) find_transformed_amax(tile, range, s);
   }
 
@@ -175,7 +185,7 @@ class Quantization {
                        kTurnedColumns);
       const Tile<float> transformed{s.transformed, kTurnedColumns, ceil_div(tile.rows, 16) * 16, n};
       if (!format_.row_scaled) {
-        raise(transformed_amax_, tile_amax(transformed));
+        raise(transformed_amax_, tile_amax(transformed, false));
         continue;
       }
       uint32_t largest[kTurnedColumns] = {};
@@ -194,6 +204,7 @@ class Quantization {
         args_.reduce_amax(shared);
         amax = shared.const_data_ptr<float>()[0];
       }
+      held_ = special_ == 0 && amax >= std::bit_cast<float>(amax_);
       return use_factor(factor_of(amax, max_value(format_.element), format_.amax_epsilon,
                                   format_.power_of_2_scales));
     }
@@ -235,27 +246,56 @@ class Quantization {
 
   void write(const T* x, int64_t stride, const Range& range, Scratch& s) {
     const Tile<T> tile{x, stride, range.rows(), range.columns()};
-    if (format_.scaling == Scaling::Delayed && args_.amax.defined()) raise(amax_, tile_amax(tile));
+    const bool held = format_.scaling == Scaling::Delayed ? is_held(tile) : held_;
     if (args_.rowwise) {
       const int64_t step = std::max(kRows, rowwise_.blocks().group);
       for (int64_t r = 0; r < tile.rows; r += step) {
         const int64_t n = std::min(step, tile.rows - r);
         rowwise_.write(Tile<T>{x + r * stride, stride, n, tile.columns}, range.first_row + r,
-                       range.first_column, s.tile);
+                       range.first_column, held, s.tile);
       }
     }
     if (!args_.columnwise) return;
     const int64_t step = std::max(kTurnedColumns, columnwise_.blocks().group);
     for (int64_t c = 0; c < tile.columns; c += step) {
       const int64_t n = std::min(step, tile.columns - c);
+      const int64_t column = range.first_column + c;
       const Tile<T> piece{x + c, stride, tile.rows, n};
-      if (format_.hadamard) {
-        write_transformed(piece, range.first_row, range.first_column + c, s);
+      if (turn_codes_) {
+        transpose_codes(rowwise_.codes_at(range.first_row, column), tile.rows, n,
+                        format_.element == Element::E2M1,
+                        columnwise_.codes_at(column, range.first_row), s.codes);
+      } else if (format_.hadamard) {
+        write_transformed(piece, range.first_row, column, s);
       } else {
         transpose_tile(piece, s.turned, kTurned);
-        columnwise_.write(Tile<T>{s.turned, kTurned, n, tile.rows}, range.first_column + c,
-                          range.first_row, s.tile);
+        columnwise_.write(Tile<T>{s.turned, kTurned, n, tile.rows}, column, range.first_row, held,
+                          s.tile);
       }
+    }
+  }
+
+  // Delayed: notes the tile's largest magnitude, and tells whether the factor fits it.
+  bool is_held(const Tile<T>& tile) {
+    uint32_t largest = tile_amax(tile, true);
+    const bool special = largest >= kInfinityBits;
+    if (special) largest = tile_amax(tile, false);
+    raise(amax_, largest);
+    return !special &&
+           std::fabs(std::bit_cast<float>(largest) * factor_) <= max_value(format_.element);
+  }
+
+  void turn_scales() {
+    const Tensor& from = result_.rowwise.scale;
+    const Tensor& to = result_.columnwise.scale;
+    if (from.scalar_type() == at::kFloat) {
+      transpose_tile(
+          Tile<float>{from.const_data_ptr<float>(), from.size(1), from.size(0), from.size(1)},
+          to.mutable_data_ptr<float>(), to.size(1));
+    } else {
+      transpose_tile(
+          Tile<uint8_t>{from.const_data_ptr<uint8_t>(), from.size(1), from.size(0), from.size(1)},
+          to.mutable_data_ptr<uint8_t>(), to.size(1));
     }
   }
 
@@ -265,7 +305,7 @@ class Quantization {
     transpose_tile(Tile<float>{s.transformed, kTurnedColumns, rows, x.columns},
                    s.turned_transformed, kTurned);
     columnwise_.write(Tile<float>{s.turned_transformed, kTurned, x.columns, rows}, column, row,
-                      s.tile);
+                      false, s.tile);
   }
 
   RowSource& source_;
@@ -273,7 +313,10 @@ class Quantization {
   const Format& format_;
   QuantizedPair result_;
   TileWriter rowwise_, columnwise_;
+  const bool turn_codes_ = args_.rowwise && args_.columnwise && format_.orientations_agree();
   uint32_t amax_ = 0, transformed_amax_ = 0;
+  uint32_t special_ = 0;  // is there an infinity or NaN?
+  bool held_ = false;     // per tensor: see encode_tile
   std::vector<uint32_t> row_amax_, column_amax_;
   float factor_ = 1;
   std::vector<float> row_upper_, column_upper_;
@@ -319,7 +362,7 @@ void update_amax(const Tensor& x, Tensor& amax) {
     using T = decltype(zero);
     const T* data = values.const_data_ptr<T>();
     at::parallel_for(0, values.numel(), kChunkElements, [&](int64_t first, int64_t last) {
-      raise(largest, tile_amax(Tile<T>{data + first, 0, 1, last - first}));
+      raise(largest, tile_amax(Tile<T>{data + first, 0, 1, last - first}, false));
     });
   });
   float* out = amax.mutable_data_ptr<float>();

@@ -1,4 +1,4 @@
-// Largest magnitudes, factors and FP8 codes of a tile. See quantize_tile.h.
+// Largest magnitudes of a tile, and the factors they give. See quantize_tile.h.
 #include "ligature/backend/cpu/quantize_tile.h"
 
 #include <algorithm>
@@ -45,12 +45,13 @@ LIGATURE_INLINE typename Bits<T>::Int amax_of(const T* x, int64_t n) {
   return largest;
 }
 
-template <typename T>
-LIGATURE_WIDE_SIMD void rows_amax(const Tile<T>& x, uint32_t* amax) {
+template <typename T, bool keep_nan>
+LIGATURE_WIDE_SIMD uint32_t whole_amax(const Tile<T>& x) {
+  typename Bits<T>::Int largest = 0;
   for (int64_t r = 0; r < x.rows; ++r) {
-    const auto largest = amax_of<T, false>(x.data + r * x.stride, x.columns);
-    amax[r] = std::max(amax[r], Bits<T>::widen(largest));
+    largest = std::max(largest, amax_of<T, keep_nan>(x.data + r * x.stride, x.columns));
   }
+  return Bits<T>::widen(largest);
 }
 
 template <typename T>
@@ -92,44 +93,6 @@ void blocks_amax(const Tile<T>& x, Blocks blocks, uint32_t* amax) {
   }
 }
 
-template <typename T, Element E>
-LIGATURE_INLINE void encode_run(const T* x, int64_t n, float factor, uint8_t* codes) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) codes[i] = encode_fp8<E>(Cast<T, float>::apply(x[i]) * factor);
-}
-
-// A `size` of 0: one block for everything.
-template <typename T, Element E, int64_t size>
-LIGATURE_WIDE_SIMD void encode_blocks(const Tile<T>& x, int64_t group, const float* factors,
-                                      Codes codes) {
-  const int64_t whole = size == 0 ? 0 : x.columns / size;
-  const int64_t blocks = size == 0 ? 1 : ceil_div(x.columns, size);
-  for (int64_t r = 0; r < x.rows; ++r) {
-    const T* row = x.data + r * x.stride;
-    const float* factor = factors + r / group * blocks;
-    uint8_t* out = codes.data + r * codes.stride;
-    for (int64_t b = 0; b < whole; ++b) {
-      encode_run<T, E>(row + b * size, size, factor[b], out + b * size);
-    }
-    const int64_t done = whole * size;
-    if (done < x.columns) {
-      encode_run<T, E>(row + done, x.columns - done, factor[whole], out + done);
-    }
-  }
-}
-
-template <typename T, Element E>
-void encode(const Tile<T>& x, Blocks blocks, const float* factors, Codes codes) {
-  switch (blocks.size) {
-    case 32:
-      return encode_blocks<T, E, 32>(x, blocks.group, factors, codes);
-    case 128:
-      return encode_blocks<T, E, 128>(x, blocks.group, factors, codes);
-    default:
-      return encode_blocks<T, E, 0>(x, blocks.group, factors, codes);
-  }
-}
-
 LIGATURE_WIDE_SIMD void float_factors(const uint32_t* amax, int64_t n, float max, float epsilon,
                                       bool power_of_2, float* factors, float* scales) {
 #pragma GCC ivdep
@@ -166,17 +129,16 @@ LIGATURE_WIDE_SIMD void e4m3_factors(const uint32_t* amax, int64_t n, float uppe
 }  // namespace
 
 template <typename T>
-void row_amax(const Tile<T>& x, uint32_t* amax) {
-  rows_amax(x, amax);
+uint32_t tile_amax(const Tile<T>& x, bool keep_nan) {
+  return keep_nan ? whole_amax<T, true>(x) : whole_amax<T, false>(x);
 }
 
 template <typename T>
-uint32_t tile_amax(const Tile<T>& x) {
-  uint32_t amax = 0;
+void row_amax(const Tile<T>& x, uint32_t* amax) {
   for (int64_t r = 0; r < x.rows; ++r) {
-    rows_amax(Tile<T>{x.data + r * x.stride, x.stride, 1, x.columns}, &amax);
+    const Tile<T> row{x.data + r * x.stride, x.stride, 1, x.columns};
+    amax[r] = std::max(amax[r], whole_amax<T, false>(row));
   }
-  return amax;
 }
 
 template <typename T>
@@ -207,19 +169,11 @@ void nv_factors(const uint32_t* amax, int64_t rows, int64_t n, const float* uppe
   }
 }
 
-template <typename T>
-void encode_tile(const Tile<T>& x, Element element, Blocks blocks, const float* factors,
-                 Codes codes) {
-  element == Element::E4M3 ? encode<T, Element::E4M3>(x, blocks, factors, codes)
-                           : encode<T, Element::E5M2>(x, blocks, factors, codes);
-}
-
-#define LIGATURE_INSTANTIATE(T)                                      \
-  template uint32_t tile_amax(const Tile<T>&);                       \
-  template void row_amax(const Tile<T>&, uint32_t*);                 \
-  template void column_amax(const Tile<T>&, uint32_t*);              \
-  template void block_amax(const Tile<T>&, Blocks, bool, uint32_t*); \
-  template void encode_tile(const Tile<T>&, Element, Blocks, const float*, Codes);
+#define LIGATURE_INSTANTIATE(T)                         \
+  template uint32_t tile_amax(const Tile<T>&, bool);    \
+  template void row_amax(const Tile<T>&, uint32_t*);    \
+  template void column_amax(const Tile<T>&, uint32_t*); \
+  template void block_amax(const Tile<T>&, Blocks, bool, uint32_t*);
 LIGATURE_INSTANTIATE(float)
 LIGATURE_INSTANTIATE(at::BFloat16)
 LIGATURE_INSTANTIATE(at::Half)
