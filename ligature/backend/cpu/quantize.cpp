@@ -16,9 +16,10 @@
 namespace ligature::cpu {
 namespace {
 
-// Rows handed to the row-wise steps at once, and columns of the tiles that are turned.
-constexpr int64_t kRows = 16;
+// Columns of the tiles that are turned on their side, and of the units that threads take.
 constexpr int64_t kTurnedColumns = 64;
+constexpr int64_t kUnitColumns = 2048;
+constexpr int64_t kUnitRows = 16;
 
 void raise(uint32_t& amax, uint32_t value) {
   std::atomic_ref<uint32_t> shared(amax);
@@ -91,53 +92,72 @@ class Quantization {
  private:
   struct Scratch {
     TileScratch tile;
-    T turned[kTurned * kTurned];
-    uint8_t codes[2 * kTurned * kTurned];
-    float transformed[kTurned * kTurnedColumns];
-    float turned_transformed[kTurned * kTurnedColumns];
+    // Of the ways to column-wise data, a quantization takes one.
+    union {
+      T turned[kTurned * kTurned];
+      uint8_t codes[2 * kTurned * kTurned];
+      struct {
+        float values[kTurned * kTurnedColumns];
+        float turned[kTurned * kTurnedColumns];
+      } transformed;
+      uint32_t column_amax[kUnitColumns];
+    };
+    Scratch() {}
   };
 
   // Calls f(values, stride, range, scratch) for all of the matrix, in parallel.
   template <typename F>
   void walk(bool again, const F& f) const {
-    const int64_t least_rows =
-        std::max(kRows, args_.rowwise ? rowwise_.blocks().group : columnwise_.blocks().group);
-    int64_t unit_rows = args_.columnwise ? kTurned : least_rows;
+    const int64_t columns = source_.columns;
+    const int64_t width = args_.columnwise ? kUnitColumns : kTileElements;
+    const auto pieces = [&](const T* x, Range range, Scratch& scratch) {
+      const int64_t end = range.end_column;
+      for (; range.first_column < end; range.first_column += width) {
+        range.end_column = std::min(range.first_column + width, end);
+        f(x + range.first_column, columns, range, scratch);
+      }
+    };
+    const int64_t unit_rows = rows_of_unit();
     if (source_.stored) {
-      const Grid grid(source_.rows, source_.columns, unit_rows, kTileColumns);
-      const int64_t unit = unit_rows * std::min(source_.columns, kTileColumns);
-      at::parallel_for(0, grid.count, grain(unit), [&](int64_t first, int64_t last) {
-        const auto scratch = std::unique_ptr<Scratch>(new Scratch);
-        for (int64_t i = first; i < last; ++i) {
-          const Range range = grid.unit(i);
-          const T* x = static_cast<const T*>(source_.values);
-          f(x + range.first_row * source_.columns + range.first_column, source_.columns, range,
-            *scratch);
-        }
-      });
+      // Column-wise a unit is as narrow as lets the rows it is written to stay known to the
+      // processor; row-wise it is as wide as the matrix, unless that would leave a thread idle.
+      const bool narrow = args_.columnwise || source_.rows < unit_rows * at::get_num_threads();
+      const Grid grid(source_.rows, columns, unit_rows,
+                      narrow ? kUnitColumns : std::max<int64_t>(columns, 1));
+      at::parallel_for(0, grid.count, grain(unit_rows * std::min(columns, grid.unit_columns)),
+                       [&](int64_t first, int64_t last) {
+                         const auto scratch = std::unique_ptr<Scratch>(new Scratch);
+                         const T* x = static_cast<const T*>(source_.values);
+                         for (int64_t i = first; i < last; ++i) {
+                           const Range range = grid.unit(i);
+                           pieces(x + range.first_row * columns, range, *scratch);
+                         }
+                       });
       return;
     }
-    const int64_t block_rows = std::max(least_rows, args_.columnwise ? format_.block_size() : 0);
-    while (unit_rows > block_rows && source_.rows < unit_rows * at::get_num_threads()) {
-      unit_rows /= 2;
-    }
-    const int64_t units = ceil_div(source_.rows, unit_rows);
-    at::parallel_for(
-        0, units, grain(unit_rows * source_.columns), [&](int64_t first, int64_t last) {
-          const auto scratch = std::unique_ptr<Scratch>(new Scratch);
-          const auto slab = make_buffer<T>(unit_rows * source_.columns);
-          const int64_t end = std::min(last * unit_rows, source_.rows);
-          const auto rows = source_.walk(first * unit_rows, end, again);
-          for (int64_t row = first * unit_rows; row < end; row += unit_rows) {
-            const int64_t row_end = std::min(row + unit_rows, end);
-            rows->next(row_end, slab.get());
-            for (int64_t c = 0; c < source_.columns; c += kTileColumns) {
-              const int64_t column_end = std::min(c + kTileColumns, source_.columns);
-              f(slab.get() + c, source_.columns, {row, row_end, c, column_end}, *scratch);
-            }
-          }
-          rows->finish();
-        });
+    at::parallel_for(0, ceil_div(source_.rows, unit_rows), grain(unit_rows * columns),
+                     [&](int64_t first, int64_t last) {
+                       const auto scratch = std::unique_ptr<Scratch>(new Scratch);
+                       const auto slab = make_buffer<T>(unit_rows * columns);
+                       const int64_t end = std::min(last * unit_rows, source_.rows);
+                       const auto rows = source_.walk(first * unit_rows, end, again);
+                       for (int64_t row = first * unit_rows; row < end; row += unit_rows) {
+                         const Range range{row, std::min(row + unit_rows, end), 0, columns};
+                         rows->next(range.end_row, slab.get());
+                         pieces(slab.get(), range, *scratch);
+                       }
+                       rows->finish();
+                     });
+  }
+
+  // A whole number of blocks in either orientation: for column-wise data enough to fill cache lines
+  // with, unless threads would be idle.
+  int64_t rows_of_unit() const {
+    int64_t rows = std::max(kUnitRows, format_.block_2d ? format_.block_size() : 1);
+    if (!args_.columnwise) return rows;
+    rows = std::max(rows, format_.block_size());
+    while (rows < kTurned && source_.rows > rows * at::get_num_threads()) rows *= 2;
+    return rows;
   }
 
   static int64_t grain(int64_t unit) {
@@ -160,7 +180,7 @@ class Quantization {
       for (int64_t r = 0; r < tile.rows; ++r) raise(row_amax_[range.first_row + r], largest[r]);
     }
     if (format_.row_scaled && args_.columnwise && !format_.hadamard) {
-      uint32_t* largest = s.tile.amax;
+      uint32_t* largest = s.column_amax;
       std::fill_n(largest, tile.columns, 0);
       column_amax(tile, largest);
       for (int64_t c = 0; c < tile.columns; ++c) {
@@ -181,9 +201,10 @@ class Quantization {
   void find_transformed_amax(const Tile<T>& tile, const Range& range, Scratch& s) {
     for (int64_t c = 0; c < tile.columns; c += kTurnedColumns) {
       const int64_t n = std::min(kTurnedColumns, tile.columns - c);
-      hadamard_columns(Tile<T>{tile.data + c, tile.stride, tile.rows, n}, false, s.transformed,
-                       kTurnedColumns);
-      const Tile<float> transformed{s.transformed, kTurnedColumns, ceil_div(tile.rows, 16) * 16, n};
+      hadamard_columns(Tile<T>{tile.data + c, tile.stride, tile.rows, n}, false,
+                       s.transformed.values, kTurnedColumns);
+      const Tile<float> transformed{s.transformed.values, kTurnedColumns,
+                                    ceil_div(tile.rows, 16) * 16, n};
       if (!format_.row_scaled) {
         raise(transformed_amax_, tile_amax(transformed, false));
         continue;
@@ -246,15 +267,7 @@ class Quantization {
 
   void write(const T* x, int64_t stride, const Range& range, Scratch& s) {
     const Tile<T> tile{x, stride, range.rows(), range.columns()};
-    const bool held = format_.scaling == Scaling::Delayed ? is_held(tile) : held_;
-    if (args_.rowwise) {
-      const int64_t step = std::max(kRows, rowwise_.blocks().group);
-      for (int64_t r = 0; r < tile.rows; r += step) {
-        const int64_t n = std::min(step, tile.rows - r);
-        rowwise_.write(Tile<T>{x + r * stride, stride, n, tile.columns}, range.first_row + r,
-                       range.first_column, held, s.tile);
-      }
-    }
+    if (args_.rowwise) write_rows(tile, range, s);
     if (!args_.columnwise) return;
     const int64_t step = std::max(kTurnedColumns, columnwise_.blocks().group);
     for (int64_t c = 0; c < tile.columns; c += step) {
@@ -269,14 +282,30 @@ class Quantization {
         write_transformed(piece, range.first_row, column, s);
       } else {
         transpose_tile(piece, s.turned, kTurned);
-        columnwise_.write(Tile<T>{s.turned, kTurned, n, tile.rows}, column, range.first_row, held,
-                          s.tile);
+        const Tile<T> turned{s.turned, kTurned, n, tile.rows};
+        columnwise_.write(turned, column, range.first_row, is_held(turned), s.tile);
       }
     }
   }
 
-  // Delayed: notes the tile's largest magnitude, and tells whether the factor fits it.
+  void write_rows(const Tile<T>& tile, const Range& range, Scratch& s) {
+    const bool square = rowwise_.blocks().group > 1;
+    const int64_t columns = square ? kSquareTileColumns : kTileElements;
+    for (int64_t c = 0; c < tile.columns; c += columns) {
+      const int64_t n = std::min(columns, tile.columns - c);
+      const int64_t rows = square ? rowwise_.blocks().group : kTileElements / n;
+      for (int64_t r = 0; r < tile.rows; r += rows) {
+        const Tile<T> piece{tile.data + r * tile.stride + c, tile.stride,
+                            std::min(rows, tile.rows - r), n,
+                            source_.stored ? rows * tile.stride : 0};
+        rowwise_.write(piece, range.first_row + r, range.first_column + c, is_held(piece), s.tile);
+      }
+    }
+  }
+
+  // Does one factor hold all of the tile? For Delayed, its largest magnitude is noted as well.
   bool is_held(const Tile<T>& tile) {
+    if (format_.scaling != Scaling::Delayed) return held_;
     uint32_t largest = tile_amax(tile, true);
     const bool special = largest >= kInfinityBits;
     if (special) largest = tile_amax(tile, false);
@@ -301,10 +330,10 @@ class Quantization {
 
   void write_transformed(const Tile<T>& x, int64_t row, int64_t column, Scratch& s) {
     const int64_t rows = ceil_div(x.rows, 16) * 16;
-    hadamard_columns(x, false, s.transformed, kTurnedColumns);
-    transpose_tile(Tile<float>{s.transformed, kTurnedColumns, rows, x.columns},
-                   s.turned_transformed, kTurned);
-    columnwise_.write(Tile<float>{s.turned_transformed, kTurned, x.columns, rows}, column, row,
+    hadamard_columns(x, false, s.transformed.values, kTurnedColumns);
+    transpose_tile(Tile<float>{s.transformed.values, kTurnedColumns, rows, x.columns},
+                   s.transformed.turned, kTurned);
+    columnwise_.write(Tile<float>{s.transformed.turned, kTurned, x.columns, rows}, column, row,
                       false, s.tile);
   }
 

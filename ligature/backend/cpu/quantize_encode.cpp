@@ -63,6 +63,15 @@ LIGATURE_INLINE void encode_pairs(const T* x, int64_t n, const Factors& factor_o
   narrow<E, std::conditional_t<bits == 4, uint8_t, uint16_t>>(both, n, codes);
 }
 
+template <typename T>
+LIGATURE_INLINE void fetch(const T* x, int64_t ahead, int64_t n) {
+  constexpr int64_t line = 64;
+  const uintptr_t first = reinterpret_cast<uintptr_t>(x) + ahead * sizeof(T);
+  for (uintptr_t at = first; at < first + n * sizeof(T); at += line) {
+    __builtin_prefetch(reinterpret_cast<const void*>(at), 0, 2);
+  }
+}
+
 // A `size` of 0: one factor for everything.
 template <typename T, Element E, int64_t size, bool held>
 LIGATURE_WIDE_SIMD void encode_blocks(const Tile<T>& x, int64_t group, const float* factors,
@@ -76,6 +85,7 @@ LIGATURE_WIDE_SIMD void encode_blocks(const Tile<T>& x, int64_t group, const flo
     int64_t c = 0;
     for (; c + 1 < x.columns; c += 2 * kPairs) {
       const int64_t n = std::min(kPairs, (x.columns - c) / 2);
+      if (x.ahead != 0) fetch(row + c, x.ahead, 2 * n);
       if constexpr (size == 0) {
         const float one = *factor;
         encode_pairs<T, E, held>(row + c, n, [=](int64_t) { return one; }, out + c / per_byte);

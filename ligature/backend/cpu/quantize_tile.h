@@ -16,6 +16,9 @@ struct Tile {
   int64_t stride;
   int64_t rows;
   int64_t columns;
+  /// How far on the values are that will be wanted next, or 0: they are fetched while these, which
+  /// have been read before, are encoded. Else the memory would be idle meanwhile.
+  int64_t ahead = 0;
 };
 
 struct Codes {

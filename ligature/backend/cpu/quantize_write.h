@@ -10,10 +10,13 @@ namespace ligature::cpu {
 using kernels::QuantizeArgs;
 using kernels::QuantizedMatrix;
 
-/// The most a tile may hold: blocks, bytes of FP4 codes, columns.
-constexpr int64_t kTileBlocks = 1024;
-constexpr int64_t kTileBytes = 8 * 1024;
-constexpr int64_t kTileColumns = 1024;
+/// The most a tile may hold where its blocks are one row high; where they are square, the most
+/// columns of a tile that is one block high.
+constexpr int64_t kTileElements = 16 * 1024;
+constexpr int64_t kSquareTileColumns = 1024;
+/// Which makes so many blocks and bytes of FP4 codes.
+constexpr int64_t kTileBlocks = kTileElements / 16;
+constexpr int64_t kTileBytes = kTileElements / 2;
 
 struct TileScratch {
   uint32_t amax[kTileBlocks];
