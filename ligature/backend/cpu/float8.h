@@ -81,14 +81,17 @@ LIGATURE_INLINE uint32_t encode_fp4_bits(float v, uint32_t random) {
   constexpr int32_t one = std::bit_cast<int32_t>(1.0f);
   const int32_t bits = std::bit_cast<int32_t>(v);
   const int32_t magnitude = std::min(bits & kMagnitude, largest);
-  const int32_t binade = std::max(magnitude & kInfinity, one);
+  // std::max would be turned into jumps here.
+  const int32_t beyond = (magnitude & kInfinity) - one;
+  const int32_t binade = one + (beyond & ~(beyond >> 31));
   // In steps of the binade, times two over its power: exact, as is taking the whole steps off.
   const float per_step = std::bit_cast<float>((255 << 23) - binade);
   const float steps = std::bit_cast<float>(magnitude) * per_step;
   const int32_t whole = static_cast<int32_t>(steps);
   const float rest = steps - static_cast<float>(whole);
   const float u = static_cast<float>(static_cast<int32_t>(random >> 8)) * 0x1.0p-24f;
-  const int32_t up = -static_cast<int32_t>(u < rest) & 1;
+  // The sign of the difference: a comparison would keep a loop from being vectorized.
+  const int32_t up = static_cast<int32_t>(std::bit_cast<uint32_t>(u - rest) >> 31);
   const int32_t code = ((binade - one) >> 22) + whole + up;
   return static_cast<uint32_t>(code | ((bits >> 28) & 8));
 }

@@ -18,7 +18,7 @@ namespace {
 
 // Columns of the tiles that are turned on their side, and of the units that threads take.
 constexpr int64_t kTurnedColumns = 64;
-constexpr int64_t kUnitColumns = 2048;
+constexpr int64_t kUnitColumns = 512;
 constexpr int64_t kUnitRows = 16;
 
 void raise(uint32_t& amax, uint32_t value) {
@@ -72,15 +72,18 @@ class Quantization {
   QuantizedPair run() {
     if (needs_amax_first(format_)) {
       prepare_amax();
-      walk(false, [&](const T* x, int64_t stride, const Range& range, Scratch& s) {
-        find_amax(x, stride, range, s);
-      });
+      walk(false, args_.columnwise && (format_.hadamard || format_.row_scaled),
+           [&](const T* x, int64_t stride, const Range& range, Scratch& s) {
+             find_amax(x, stride, range, s);
+           });
       use_amax();
     } else if (format_.scaling == Scaling::Delayed) {
       use_factor(args_.scale.const_data_ptr<float>()[0]);
     }
-    walk(needs_amax_first(format_), [&](const T* x, int64_t stride, const Range& range,
-                                        Scratch& s) { write(x, stride, range, s); });
+    walk(needs_amax_first(format_), args_.columnwise,
+         [&](const T* x, int64_t stride, const Range& range, Scratch& s) {
+           write(x, stride, range, s);
+         });
     if (format_.scaling == Scaling::Delayed && args_.amax.defined()) {
       float* amax = args_.amax.mutable_data_ptr<float>();
       amax[0] = std::max(amax[0], std::bit_cast<float>(amax_));
@@ -102,59 +105,79 @@ class Quantization {
       } transformed;
       uint32_t column_amax[kUnitColumns];
     };
+    std::unique_ptr<T[]> staged;
+    const T* next = nullptr;  // where the rows of the next unit begin
+
     Scratch() {}
   };
 
-  // Calls f(values, stride, range, scratch) for all of the matrix, in parallel.
+  // Calls f(values, stride, range, scratch) for all of the matrix, in parallel. Units are as wide
+  // as the matrix, so that memory is read from end to end, unless that leaves a thread idle or f
+  // works along columns: then a unit is what fits into a cache.
   template <typename F>
-  void walk(bool again, const F& f) const {
-    const int64_t columns = source_.columns;
-    const int64_t width = args_.columnwise ? kUnitColumns : kTileElements;
-    const auto pieces = [&](const T* x, Range range, Scratch& scratch) {
-      const int64_t end = range.end_column;
-      for (; range.first_column < end; range.first_column += width) {
-        range.end_column = std::min(range.first_column + width, end);
-        f(x + range.first_column, columns, range, scratch);
+  void walk(bool again, bool along_columns, const F& f) const {
+    const int64_t columns = source_.columns, unit_rows = rows_of_unit(along_columns);
+    if (!source_.stored) return walk_computed(again, along_columns, unit_rows, f);
+    const bool narrow = along_columns || source_.rows < unit_rows * at::get_num_threads();
+    const Grid grid(source_.rows, columns, unit_rows,
+                    narrow ? kUnitColumns : std::max<int64_t>(columns, 1));
+    const int64_t unit = unit_rows * std::min(columns, grid.unit_columns);
+    at::parallel_for(0, grid.count, grain(unit), [&](int64_t first, int64_t last) {
+      const auto scratch = std::unique_ptr<Scratch>(new Scratch);
+      const T* x = static_cast<const T*>(source_.values);
+      for (int64_t i = first; i < last; ++i) {
+        const Range range = grid.unit(i);
+        const bool more = i + 1 < last && grid.unit(i + 1).first_column == range.first_column;
+        scratch->next = more ? x + range.end_row * columns + range.first_column : nullptr;
+        walk_range(x + range.first_row * columns, range, along_columns, *scratch, f);
       }
-    };
-    const int64_t unit_rows = rows_of_unit();
-    if (source_.stored) {
-      // Column-wise a unit is as narrow as lets the rows it is written to stay known to the
-      // processor; row-wise it is as wide as the matrix, unless that would leave a thread idle.
-      const bool narrow = args_.columnwise || source_.rows < unit_rows * at::get_num_threads();
-      const Grid grid(source_.rows, columns, unit_rows,
-                      narrow ? kUnitColumns : std::max<int64_t>(columns, 1));
-      at::parallel_for(0, grid.count, grain(unit_rows * std::min(columns, grid.unit_columns)),
-                       [&](int64_t first, int64_t last) {
-                         const auto scratch = std::unique_ptr<Scratch>(new Scratch);
-                         const T* x = static_cast<const T*>(source_.values);
-                         for (int64_t i = first; i < last; ++i) {
-                           const Range range = grid.unit(i);
-                           pieces(x + range.first_row * columns, range, *scratch);
-                         }
-                       });
-      return;
+    });
+  }
+
+  template <typename F>
+  void walk_computed(bool again, bool along_columns, int64_t unit_rows, const F& f) const {
+    const int64_t columns = source_.columns, units = ceil_div(source_.rows, unit_rows);
+    at::parallel_for(0, units, grain(unit_rows * columns), [&](int64_t first, int64_t last) {
+      const auto scratch = std::unique_ptr<Scratch>(new Scratch);
+      const auto slab = make_buffer<T>(unit_rows * columns);
+      const int64_t end = std::min(last * unit_rows, source_.rows);
+      const auto rows = source_.walk(first * unit_rows, end, again);
+      for (int64_t row = first * unit_rows; row < end; row += unit_rows) {
+        const Range range{row, std::min(row + unit_rows, end), 0, columns};
+        rows->next(range.end_row, slab.get());
+        walk_range(slab.get(), range, along_columns, *scratch, f);
+      }
+      rows->finish();
+    });
+  }
+
+  // x: where the range's rows begin. Along columns, rows that are far apart are first copied
+  // together: they are often a power of two apart, and would push each other out of the cache.
+  template <typename F>
+  void walk_range(const T* x, Range range, bool along_columns, Scratch& s, const F& f) const {
+    const int64_t columns = source_.columns, end = range.end_column;
+    const int64_t width = along_columns ? kUnitColumns : kTileElements;
+    const bool stage = along_columns && columns > kUnitColumns;
+    if (stage && s.staged == nullptr) s.staged = make_buffer<T>(kTurned * kUnitColumns);
+    for (; range.first_column < end; range.first_column += width) {
+      range.end_column = std::min(range.first_column + width, end);
+      if (!stage) {
+        f(x + range.first_column, columns, range, s);
+        continue;
+      }
+      for (int64_t r = 0; r < range.rows(); ++r) {
+        std::copy_n(x + r * columns + range.first_column, range.columns(),
+                    s.staged.get() + r * kUnitColumns);
+      }
+      f(s.staged.get(), kUnitColumns, range, s);
     }
-    at::parallel_for(0, ceil_div(source_.rows, unit_rows), grain(unit_rows * columns),
-                     [&](int64_t first, int64_t last) {
-                       const auto scratch = std::unique_ptr<Scratch>(new Scratch);
-                       const auto slab = make_buffer<T>(unit_rows * columns);
-                       const int64_t end = std::min(last * unit_rows, source_.rows);
-                       const auto rows = source_.walk(first * unit_rows, end, again);
-                       for (int64_t row = first * unit_rows; row < end; row += unit_rows) {
-                         const Range range{row, std::min(row + unit_rows, end), 0, columns};
-                         rows->next(range.end_row, slab.get());
-                         pieces(slab.get(), range, *scratch);
-                       }
-                       rows->finish();
-                     });
   }
 
   // A whole number of blocks in either orientation: for column-wise data enough to fill cache lines
   // with, unless threads would be idle.
-  int64_t rows_of_unit() const {
+  int64_t rows_of_unit(bool along_columns) const {
     int64_t rows = std::max(kUnitRows, format_.block_2d ? format_.block_size() : 1);
-    if (!args_.columnwise) return rows;
+    if (!along_columns) return rows;
     rows = std::max(rows, format_.block_size());
     while (rows < kTurned && source_.rows > rows * at::get_num_threads()) rows *= 2;
     return rows;
@@ -274,6 +297,8 @@ class Quantization {
       const int64_t n = std::min(step, tile.columns - c);
       const int64_t column = range.first_column + c;
       const Tile<T> piece{x + c, stride, tile.rows, n};
+      columnwise_.fetch(column, range.first_row, n, tile.rows);
+      fetch_next(s, tile, c, c + n);
       if (turn_codes_) {
         transpose_codes(rowwise_.codes_at(range.first_row, column), tile.rows, n,
                         format_.element == Element::E2M1,
@@ -288,16 +313,29 @@ class Quantization {
     }
   }
 
+  // Asks for as much of the next unit as the columns [first, last) are of this one.
+  void fetch_next(const Scratch& s, const Tile<T>& tile, int64_t first, int64_t last) const {
+    if (s.next == nullptr) return;
+    constexpr int64_t line = 64 / sizeof(T);
+    for (int64_t r = first * tile.rows / tile.columns; r < last * tile.rows / tile.columns; ++r) {
+      for (int64_t c = 0; c < tile.columns; c += line) {
+        __builtin_prefetch(s.next + r * source_.columns + c, 0, 2);
+      }
+    }
+  }
+
   void write_rows(const Tile<T>& tile, const Range& range, Scratch& s) {
     const bool square = rowwise_.blocks().group > 1;
     const int64_t columns = square ? kSquareTileColumns : kTileElements;
     for (int64_t c = 0; c < tile.columns; c += columns) {
       const int64_t n = std::min(columns, tile.columns - c);
-      const int64_t rows = square ? rowwise_.blocks().group : kTileElements / n;
+      const int64_t rows = square ? rowwise_.blocks().group : kTileBlocks / ceil_div(n, 16);
       for (int64_t r = 0; r < tile.rows; r += rows) {
         const Tile<T> piece{tile.data + r * tile.stride + c, tile.stride,
                             std::min(rows, tile.rows - r), n,
-                            source_.stored ? rows * tile.stride : 0};
+                            source_.stored && !args_.columnwise ? rows * tile.stride : 0};
+        if (args_.columnwise)
+          rowwise_.fetch(range.first_row + r, range.first_column + c, piece.rows, n);
         rowwise_.write(piece, range.first_row + r, range.first_column + c, is_held(piece), s.tile);
       }
     }

@@ -62,6 +62,11 @@ LIGATURE_WIDE_SIMD void encode_random(const T* x, int64_t n, const float* factor
   for (int64_t i = 0; i < pairs; ++i) out[i] = static_cast<uint8_t>(both[i]);
 }
 
+LIGATURE_INLINE float sum_of_8(const float* e) {
+  const float fours[4] = {e[0] + e[4], e[1] + e[5], e[2] + e[6], e[3] + e[7]};
+  return (fours[0] + fours[2]) + (fours[1] + fours[3]);
+}
+
 // At most kRun values. Each block's sum is a tree over 16 terms, of which those beyond n are 0; the
 // terms of even and of odd places are kept apart until the last step.
 template <typename T>
@@ -86,15 +91,9 @@ LIGATURE_WIDE_SIMD void add_errors(const T* x, int64_t n, const uint8_t* packed,
     odd[i] =
         std::bit_cast<float>(std::bit_cast<int32_t>(second) & kept) * select(square, second, 1.0f);
   }
-  for (int64_t width = kBlock / 4; width > 0; width /= 2) {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < blocks * width; ++i) {
-      const int64_t from = i / width * 2 * width + i % width;
-      even[i] = even[from] + even[from + width];
-      odd[i] = odd[from] + odd[from + width];
-    }
+  for (int64_t b = 0; b < blocks; ++b) {
+    errors[b] += sum_of_8(even + b * kBlock / 2) + sum_of_8(odd + b * kBlock / 2);
   }
-  for (int64_t b = 0; b < blocks; ++b) errors[b] += even[b] + odd[b];
 }
 
 LIGATURE_WIDE_SIMD void pack_row(const uint8_t* codes, int64_t n, uint8_t* packed) {

@@ -58,6 +58,16 @@ TileWriter::TileWriter(const QuantizeArgs& args, const QuantizedMatrix& out, int
       columns_(columns),
       stream_(stream) {}
 
+void TileWriter::fetch(int64_t row, int64_t column, int64_t rows, int64_t columns) const {
+  constexpr int64_t line = 64;
+  const Codes codes = codes_at(row, column);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < columns / per_byte_; i += line) {
+      __builtin_prefetch(codes.data + r * codes.stride + i, 1);
+    }
+  }
+}
+
 template <typename S>
 void TileWriter::copy_scales(const S* scales, int64_t row, int64_t column, int64_t down,
                              int64_t across) const {

@@ -48,6 +48,9 @@ class TileWriter {
     return {data_ + row * stride_ + column / per_byte_, stride_};
   }
 
+  /// Asks for the memory that the codes of a tile will go to.
+  void fetch(int64_t row, int64_t column, int64_t rows, int64_t columns) const;
+
   /// `held`: see encode_tile; of use where there is one factor per tensor.
   template <typename T>
   void write(const Tile<T>& x, int64_t row, int64_t column, bool held, TileScratch& s) const;
