@@ -1,99 +1,8 @@
 // Quantization against the reference of quantize_reference.h, bit for bit, for every format.
-#include <gtest/gtest.h>
-
-#include <bit>
-
-#include "kernel_test_support.h"
-#include "ligature/backend/cpu/float8.h"
-#include "ligature/backend/cpu/philox.h"
-#include "ligature/kernels/quantize.h"
 #include "quantize_reference.h"
-
-namespace kernels = ligature::kernels;
-namespace cpu = ligature::cpu;
-using at::Tensor;
-using kernels::QuantizeArgs;
-using kernels::QuantizedMatrix;
-using kernels::QuantizedPair;
-using ligature::Element;
-using ligature::Format;
-using ligature::FourOverSix;
-using ligature::Scaling;
+#include "quantize_test_support.h"
 
 namespace {
-
-std::vector<Format> all_formats() {
-  std::vector<Format> formats;
-  for (const Element element : {Element::E4M3, Element::E5M2}) {
-    formats.push_back({.scaling = Scaling::Delayed, .element = element});
-    for (const bool power_of_2 : {false, true}) {
-      formats.push_back(
-          {.scaling = Scaling::Current, .element = element, .power_of_2_scales = power_of_2});
-      for (const bool square : {false, true}) {
-        formats.push_back({.scaling = Scaling::Block,
-                           .element = element,
-                           .block_2d = square,
-                           .power_of_2_scales = power_of_2});
-      }
-    }
-    formats.push_back({.scaling = Scaling::Block, .element = element, .amax_epsilon = 1.5f});
-    for (const bool square : {false, true}) {
-      formats.push_back({.scaling = Scaling::MX, .element = element, .block_2d = square});
-    }
-  }
-  for (const FourOverSix choice :
-       {FourOverSix::None, FourOverSix::MeanAbsolute, FourOverSix::MeanSquare}) {
-    for (const bool stochastic : {false, true}) {
-      const auto nv = [&](bool square, bool hadamard, bool row_scaled) {
-        formats.push_back({.scaling = Scaling::NV,
-                           .element = Element::E2M1,
-                           .block_2d = square,
-                           .hadamard = hadamard,
-                           .stochastic_rounding = stochastic,
-                           .row_scaled = row_scaled,
-                           .four_over_six = choice});
-      };
-      nv(false, false, false);
-      nv(true, false, false);
-      nv(false, true, false);
-      nv(false, false, true);
-      nv(false, true, true);
-    }
-  }
-  return formats;
-}
-
-std::string describe(const Format& f) {
-  return f.name() + (f.power_of_2_scales ? " power of 2" : "") + (f.hadamard ? " hadamard" : "") +
-         (f.stochastic_rounding ? " stochastic" : "") +
-         (f.four_over_six == FourOverSix::None           ? ""
-          : f.four_over_six == FourOverSix::MeanAbsolute ? " 4/6 absolute"
-                                                         : " 4/6 square") +
-         (f.scaling == Scaling::Delayed ? " delayed" : "");
-}
-
-template <typename T>
-std::vector<T> to_vector(const Tensor& t) {
-  return {t.const_data_ptr<T>(), t.const_data_ptr<T>() + t.numel()};
-}
-
-std::vector<uint32_t> bits(const std::vector<float>& values) {
-  std::vector<uint32_t> out;
-  for (const float v : values) out.push_back(std::isnan(v) ? ~0u : std::bit_cast<uint32_t>(v));
-  return out;
-}
-
-template <typename T>
-void expect_equal(const std::vector<T>& got, const std::vector<T>& wanted,
-                  const std::string& where) {
-  ASSERT_EQ(got.size(), wanted.size()) << where;
-  int shown = 0;
-  for (size_t i = 0; i < got.size() && shown < 5; ++i) {
-    if (got[i] == wanted[i]) continue;
-    ++shown;
-    ADD_FAILURE() << where << " [" << i << "]: got " << +got[i] << ", wanted " << +wanted[i];
-  }
-}
 
 void expect_matrix(const QuantizedMatrix& got, const plain::Quantized& wanted, const Format& format,
                    const std::string& where) {
@@ -120,20 +29,6 @@ void expect_matrix(const QuantizedMatrix& got, const plain::Quantized& wanted, c
   }
 }
 
-QuantizeArgs args_of(const Format& format, bool rowwise = true, bool columnwise = true) {
-  QuantizeArgs args;
-  args.format = format;
-  args.rowwise = rowwise;
-  args.columnwise = columnwise;
-  if (format.scaling == Scaling::Delayed) {
-    args.scale = at::full({1}, 37.5f, at::kFloat);
-    args.amax = at::full({1}, 0.25f, at::kFloat);
-  }
-  args.seed = 0x123456789abcdefull;
-  args.offset = 0xfffffff0ull;  // the counter's upper half comes into play
-  return args;
-}
-
 void check(const Tensor& x, const Format& format, const std::string& where, bool rowwise = true,
            bool columnwise = true) {
   const QuantizeArgs args = args_of(format, rowwise, columnwise);
@@ -156,13 +51,6 @@ void check(const Tensor& x, const Format& format, const std::string& where, bool
   }
 }
 
-// Magnitudes from 2^-spread to 2^spread, some zeros.
-Tensor spread_values(at::IntArrayRef shape, at::ScalarType dtype, double spread) {
-  const Tensor x =
-      at::randn(shape, at::kDouble) * at::exp2((at::rand(shape, at::kDouble) * 2 - 1) * spread);
-  return at::where(at::rand(shape, at::kDouble) < 0.05, at::zeros_like(x), x).to(dtype);
-}
-
 TEST(QuantizeTest, EveryFormatEveryDtype) {
   for (const Format& format : all_formats()) {
     for (const at::ScalarType dtype : test_dtypes()) {
@@ -175,11 +63,10 @@ TEST(QuantizeTest, EveryFormatEveryDtype) {
 
 TEST(QuantizeTest, OddSizes) {
   const std::vector<std::vector<int64_t>> shapes = {
-      {1, 1}, {1, 17}, {17, 1}, {3, 5, 33}, {129, 31}, {31, 129}, {16, 128}, {7}, {260, 1030}};
+      {1, 1}, {1, 17}, {17, 1}, {3, 5, 33}, {129, 31}, {31, 129}, {16, 128}, {7}, {130, 700}};
   for (const Format& format : all_formats()) {
     for (const auto& shape : shapes) {
-      if (shape[0] == 260 && (format.stochastic_rounding || format.element == Element::E5M2))
-        continue;
+      if (shape[0] == 130 && format.element == Element::E5M2) continue;
       torch::manual_seed(3);
       const std::string where = describe(format) + " " + std::to_string(shape[0]);
       check(spread_values(shape, at::kBFloat16, 2), format, where, true, shape[0] % 2 == 1);
@@ -220,65 +107,27 @@ TEST(QuantizeTest, SpecialBlocks) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
     torch::manual_seed(4);
     const double huge = dtype == at::kHalf ? 60000 : 3e38, tiny = dtype == at::kHalf ? 6e-8 : 1e-40;
-    Tensor x = at::randn({256, 256}, at::kDouble);
+    Tensor x = at::randn({256, 160}, at::kDouble);
     x.slice(1, 0, 128).slice(0, 0, 128).zero_();
-    x.slice(1, 128, 256).slice(0, 0, 16).fill_(NAN);
-    x[20][200] = INFINITY;
-    x[40][201] = -INFINITY;
-    x[60][210] = NAN;
-    x[61][211] = -NAN;
+    x.slice(1, 128, 160).slice(0, 0, 16).fill_(NAN);
+    x[20][140] = INFINITY;
+    x[40][141] = -INFINITY;
+    x[60][150] = NAN;
+    x[61][151] = -NAN;
     x.slice(0, 128, 192).mul_(huge / 8);
     x.slice(0, 192, 256).mul_(tiny);
     for (Format format : all_formats()) {
-      for (const float epsilon : {0.0f, 1e-30f}) {
-        format.amax_epsilon = epsilon;
-        check(x.to(dtype), format, "special " + describe(format) + c10::toString(dtype));
-        check(x.slice(0, 128, 256).to(dtype).contiguous(), format, "finite " + describe(format));
-        check(x.slice(0, 192, 256).to(dtype).contiguous(), format, "tiny " + describe(format));
-      }
+      if (format.stochastic_rounding && dtype == at::kHalf) continue;
+      const std::string where = describe(format) + " " + c10::toString(dtype);
+      check(x.to(dtype), format, "special " + where);
+      if (dtype == at::kHalf) continue;
+      check(x.slice(0, 128, 256).to(dtype).contiguous(), format, "finite " + where);
+      check(x.slice(0, 192, 256).to(dtype).contiguous(), format, "tiny " + where);
+      if (format.scaling != Scaling::Current && format.scaling != Scaling::Block) continue;
+      format.amax_epsilon = 1e-30f;
+      check(x.to(dtype), format, "special with epsilon " + where);
     }
   }
-}
-
-TEST(QuantizeTest, CodesOfRandomFloatsEqualTorch) {
-  torch::manual_seed(5);
-  const Tensor raw = at::randint(-2147483648ll, 2147483647ll, {1 << 20}, at::kLong).to(at::kInt);
-  Tensor v = raw.view(at::kFloat);
-  v = at::cat({v, at::randn({1 << 18}) * 100, at::randn({1 << 18}) * 1e-3});
-  const auto compare = [&]<Element E>(at::ScalarType dtype) {
-    const float max = ligature::max_value(E);
-    const Tensor wanted = v.clamp(-max, max).to(dtype).view(at::kByte);
-    const auto values = to_vector<float>(v);
-    std::vector<uint8_t> codes;
-    for (const float value : values) codes.push_back(cpu::encode_fp8<E>(value));
-    expect_equal(codes, to_vector<uint8_t>(wanted), ligature::element_name(E));
-  };
-  compare.operator()<Element::E4M3>(at::kFloat8_e4m3fn);
-  compare.operator()<Element::E5M2>(at::kFloat8_e5m2);
-}
-
-TEST(QuantizeTest, EveryCodeDecoded) {
-  for (int code = 0; code < 256; ++code) {
-    const uint8_t c = static_cast<uint8_t>(code);
-    const std::vector<float> got = {cpu::decode_fp8<Element::E4M3>(c),
-                                    cpu::decode_fp8<Element::E5M2>(c), cpu::decode_fp4(c & 15),
-                                    cpu::decode_e8m0(code)};
-    const std::vector<float> wanted = {static_cast<float>(plain::decode(Element::E4M3, code)),
-                                       static_cast<float>(plain::decode(Element::E5M2, code)),
-                                       static_cast<float>(plain::decode(Element::E2M1, code & 15)),
-                                       static_cast<float>(plain::decode_e8m0(code))};
-    expect_equal(bits(got), bits(wanted), "code " + std::to_string(code));
-  }
-}
-
-TEST(QuantizeTest, Philox) {
-  const auto zero = cpu::philox({0, 0, 0, 0}, 0, 0);
-  EXPECT_EQ(zero, (std::array<uint32_t, 4>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
-  const uint32_t f = ~0u;
-  EXPECT_EQ(cpu::philox({f, f, f, f}, f, f),
-            (std::array<uint32_t, 4>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
-  EXPECT_EQ(cpu::philox({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, 0xa4093822, 0x299f31d0),
-            (std::array<uint32_t, 4>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
 }
 
 // Every block has a 6, which makes all of its factors 1: nothing is cut off. The mean of n draws
@@ -334,88 +183,6 @@ TEST(QuantizeTest, UpdateAmax) {
     x[1][1] = -INFINITY;
     kernels::update_amax(x, amax);
     EXPECT_EQ(amax.item<float>(), INFINITY);
-  }
-}
-
-TEST(QuantizeTest, DequantizeAndExpand) {
-  for (const Format& format : all_formats()) {
-    torch::manual_seed(8);
-    Tensor x = spread_values({40, 150}, at::kFloat, 6);
-    x[0][0] = NAN;
-    x[39][149] = -INFINITY;
-    const QuantizedMatrix q = kernels::quantize(x, args_of(format)).rowwise;
-    for (const bool operand : {false, true}) {
-      const auto values = plain::values(q, format, 150, operand);
-      const Tensor wanted = at::tensor(values).reshape({40, 150});
-      for (const at::ScalarType dtype : test_dtypes()) {
-        if (operand && dtype != at::kFloat && dtype != at::kBFloat16) continue;
-        const Tensor got = operand ? kernels::expand(q, format, 150, dtype)
-                                   : kernels::dequantize(q, format, 150, dtype);
-        EXPECT_EQ(got.scalar_type(), dtype);
-        expect_equal(bits(to_vector<float>(got.to(at::kFloat))),
-                     bits(to_vector<float>(wanted.to(dtype).to(at::kFloat))),
-                     describe(format) + (operand ? " operand " : " ") + c10::toString(dtype));
-      }
-    }
-  }
-}
-
-// Every code with scales from one end to the other.
-TEST(QuantizeTest, DequantizeEveryCodeAndScale) {
-  const Tensor codes = at::arange(256).to(at::kByte).repeat({256, 1});
-  QuantizedMatrix mx{
-      codes, at::arange(256).to(at::kByte).unsqueeze(1).expand({256, 8}).contiguous(), {}};
-  QuantizedMatrix nv{codes,
-                     at::arange(256).to(at::kByte).unsqueeze(1).expand({256, 32}).contiguous(),
-                     at::full({1}, 3.0f)};
-  const auto compare = [](const QuantizedMatrix& q, const Format& format, int64_t columns) {
-    for (const bool operand : {false, true}) {
-      const auto wanted = plain::values(q, format, columns, operand);
-      const Tensor got = operand ? kernels::expand(q, format, columns, at::kFloat)
-                                 : kernels::dequantize(q, format, columns, at::kFloat);
-      expect_equal(bits(to_vector<float>(got)), bits(wanted), describe(format));
-    }
-  };
-  for (const Element element : {Element::E4M3, Element::E5M2}) {
-    compare(mx, {.scaling = Scaling::MX, .element = element}, 256);
-  }
-  compare(nv, {.scaling = Scaling::NV, .element = Element::E2M1}, 512);
-}
-
-TEST(QuantizeTest, TransposeIsTheOtherOrientation) {
-  for (const Format& format : all_formats()) {
-    torch::manual_seed(9);
-    const Tensor x = spread_values({150, 277}, at::kBFloat16, 3);
-    const QuantizedPair q = kernels::quantize(x, args_of(format));
-    if (!format.orientations_agree()) {
-      EXPECT_THROW(kernels::transpose(q.rowwise, format, 277), c10::Error);
-      continue;
-    }
-    const QuantizedMatrix columns = kernels::transpose(q.rowwise, format, 277);
-    const QuantizedMatrix rows = kernels::transpose(columns, format, 150);
-    EXPECT_TRUE(columns.data.equal(q.columnwise.data)) << describe(format);
-    EXPECT_TRUE(columns.scale.equal(q.columnwise.scale)) << describe(format);
-    EXPECT_TRUE(rows.data.equal(q.rowwise.data)) << describe(format);
-    EXPECT_TRUE(rows.scale.equal(q.rowwise.scale)) << describe(format);
-    EXPECT_EQ(columns.amax.defined(), format.scaling == Scaling::NV);
-  }
-}
-
-TEST(QuantizeTest, Hadamard) {
-  for (const at::ScalarType dtype : test_dtypes()) {
-    for (const int64_t n : {16, 40, 1600, 1}) {
-      torch::manual_seed(10);
-      const Tensor x = random_tensor({2, 5, n}, dtype);
-      const Tensor y = kernels::hadamard(x);
-      const plain::Matrix wanted = plain::Matrix(x).hadamard();
-      const Tensor rounded = at::tensor(wanted.values).reshape({2, 5, wanted.columns}).to(dtype);
-      EXPECT_TRUE(y.equal(rounded)) << dtype << " " << n;
-      const Tensor back = kernels::hadamard(y, true);
-      const Tensor undone = at::tensor(plain::Matrix(y).hadamard(true).values).to(dtype);
-      EXPECT_TRUE(back.flatten().equal(undone)) << dtype << " " << n;
-      EXPECT_TRUE(at::allclose(back.slice(2, 0, n).to(at::kDouble), x.to(at::kDouble),
-                               dtype == at::kDouble || dtype == at::kFloat ? 1e-5 : 0.02, 0.05));
-    }
   }
 }
 

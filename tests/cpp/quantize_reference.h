@@ -1,9 +1,11 @@
-// The formats once more, as plainly as they can be written: codes are found by trying all of them,
-// and one value is looked at after the other.
+// The formats once more, as plainly as they can be written: codes are found in a table of all
+// values, and one value is looked at after the other.
 #pragma once
 
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <array>
 #include <cfloat>
 #include <cmath>
 #include <cstring>
@@ -42,7 +44,7 @@ inline int largest_code(Element element) {
   return element == Element::E4M3 ? 0x7e : element == Element::E5M2 ? 0x7b : 7;
 }
 
-/// The code nearest to v, of two that are as near the even one.
+/// The code nearest to v, of two that are as near the even one; found in the table of all.
 inline uint8_t encode(Element element, float v) {
   const int sign = std::signbit(v) ? (element == Element::E2M1 ? 8 : 0x80) : 0;
   if (std::isnan(v)) return static_cast<uint8_t>(0x7f | sign);
@@ -56,15 +58,17 @@ inline uint8_t encode(Element element, float v) {
     return all;
   }();
   const auto& table = tables[static_cast<int>(element)];
-  int best = 0;
-  for (int c = 1; c < static_cast<int>(table.size()); ++c) {
-    const double d = std::fabs(table[c] - a), before = std::fabs(table[best] - a);
-    if (d < before || (d == before && c % 2 == 0)) best = c;
+  const int above =
+      static_cast<int>(std::lower_bound(table.begin(), table.end(), a) - table.begin());
+  int best = std::min(above, static_cast<int>(table.size()) - 1);
+  if (above > 0) {
+    const double d = a - table[above - 1], before = std::fabs(table[best] - a);
+    if (d < before || (d == before && best % 2 != 0)) best = above - 1;
   }
   return static_cast<uint8_t>(best | sign);
 }
 
-inline std::vector<uint32_t> philox(uint64_t counter, uint32_t stream, uint64_t seed) {
+inline std::array<uint32_t, 4> philox(uint64_t counter, uint32_t stream, uint64_t seed) {
   uint32_t c[4] = {static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), stream, 0};
   uint32_t k[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
   for (int round = 0; round < 10; ++round) {

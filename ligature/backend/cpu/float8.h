@@ -34,57 +34,66 @@ struct ElementBits<Element::E2M1> {
   static constexpr float max = 6.0f;
 };
 
-/// The code of a magnitude, at most the largest value, without its sign. Adding the power of two
-/// whose last bit is worth a step of the element at this exponent leaves the number of steps at the
-/// end of the mantissa.
-template <Element E>
-LIGATURE_INLINE int32_t encode_magnitude(int32_t magnitude) {
+/// The code of a value in the lowest 8 bits or 4; what is above them means nothing. Adding the
+/// power of two whose last bit is worth a step of the element at the value's exponent leaves the
+/// number of steps at the end of the mantissa; a constant even number of steps more makes the
+/// exponent and it add up to the code. Held: the value is no NaN and not so large that it would be
+/// rounded to more than the largest.
+template <Element E, bool held>
+LIGATURE_INLINE uint32_t encode_bits(float v) {
   using B = ElementBits<E>;
   constexpr int shift = 23 - B::mantissa;
+  constexpr int32_t sign = E == Element::E2M1 ? 8 : 0x80, below = sign - 1;
   constexpr int32_t least = (127 + B::least_exponent) << 23;
-  constexpr int32_t start = (127 + B::least_exponent + shift) << B::mantissa;
-  const int32_t power = std::max(magnitude & kInfinity, least) + (shift << 23);
+  constexpr int32_t more = -((127 + B::least_exponent + shift) << B::mantissa) & below;
+  static_assert(more % 2 == 0);
+  const int32_t bits = std::bit_cast<int32_t>(v);
+  const int32_t given = bits & kMagnitude;
+  const int32_t magnitude =
+      held ? given : std::min(given, std::bit_cast<int32_t>(ElementBits<E>::max));
+  const int32_t power = std::max(magnitude & kInfinity, least) + ((shift << 23) + more);
   const int32_t sum =
       std::bit_cast<int32_t>(std::bit_cast<float>(power) + std::bit_cast<float>(magnitude));
-  constexpr int32_t bits = E == Element::E2M1 ? 7 : 0x7f;
-  return ((sum >> shift) + sum - start) & bits;
+  int32_t code = (sum >> shift) + sum;
+  if constexpr (!held && E != Element::E2M1) {
+    code |= -static_cast<int32_t>(given > kInfinity) & 0x7f;
+  }
+  constexpr int to_sign = E == Element::E2M1 ? 28 : 24;
+  const int32_t signs = bits >> to_sign;
+  return static_cast<uint32_t>(((code ^ signs) & below) ^ signs);
 }
 
 /// An FP8 code. NaN: 0x7f and the sign.
 template <Element E>
 LIGATURE_INLINE uint8_t encode_fp8(float v) {
-  constexpr int32_t largest = std::bit_cast<int32_t>(ElementBits<E>::max);
-  const int32_t bits = std::bit_cast<int32_t>(v);
-  const int32_t magnitude = bits & kMagnitude;
-  const int32_t code = encode_magnitude<E>(std::min(magnitude, largest));
-  const int32_t nan = -static_cast<int32_t>(magnitude > kInfinity) & 0x7f;
-  return static_cast<uint8_t>(code | nan | ((bits >> 24) & 0x80));
+  return static_cast<uint8_t>(encode_bits<E, false>(v));
 }
 
 /// An E2M1 code; NaN is the caller's to prevent.
 LIGATURE_INLINE uint8_t encode_fp4(float v) {
-  constexpr int32_t largest = std::bit_cast<int32_t>(6.0f);
-  const int32_t bits = std::bit_cast<int32_t>(v);
-  const int32_t code = encode_magnitude<Element::E2M1>(std::min(bits & kMagnitude, largest));
-  return static_cast<uint8_t>(code | ((bits >> 28) & 8));
+  return static_cast<uint8_t>(encode_bits<Element::E2M1, false>(v) & 15);
 }
 
-/// Up to the next code with the probability of how far the value lies towards it; `random` is
-/// uniform over 32 bits.
-LIGATURE_INLINE uint8_t encode_fp4(float v, uint32_t random) {
+/// An E2M1 code: up to the next with the probability of how far the value lies towards it; `random`
+/// is uniform over 32 bits.
+LIGATURE_INLINE uint32_t encode_fp4_bits(float v, uint32_t random) {
   constexpr int32_t largest = std::bit_cast<int32_t>(6.0f);
   constexpr int32_t one = std::bit_cast<int32_t>(1.0f);
   const int32_t bits = std::bit_cast<int32_t>(v);
   const int32_t magnitude = std::min(bits & kMagnitude, largest);
-  const int32_t binade = std::max(magnitude & kInfinity, one);
+  // std::max would be turned into jumps here.
+  const int32_t beyond = (magnitude & kInfinity) - one;
+  const int32_t binade = one + (beyond & ~(beyond >> 31));
   // In steps of the binade, times two over its power: exact, as is taking the whole steps off.
   const float per_step = std::bit_cast<float>((255 << 23) - binade);
   const float steps = std::bit_cast<float>(magnitude) * per_step;
   const int32_t whole = static_cast<int32_t>(steps);
   const float rest = steps - static_cast<float>(whole);
   const float u = static_cast<float>(static_cast<int32_t>(random >> 8)) * 0x1.0p-24f;
-  const int32_t code = ((binade - one) >> 22) + whole + static_cast<int32_t>(u < rest);
-  return static_cast<uint8_t>(code | ((bits >> 28) & 8));
+  // The sign of the difference: a comparison would keep a loop from being vectorized.
+  const int32_t up = static_cast<int32_t>(std::bit_cast<uint32_t>(u - rest) >> 31);
+  const int32_t code = ((binade - one) >> 22) + whole + up;
+  return static_cast<uint32_t>(code | ((bits >> 28) & 8));
 }
 
 template <Element E>

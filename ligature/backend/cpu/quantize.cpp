@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cfloat>
+#include <cmath>
 
 #include "ligature/backend/cpu/float8.h"
 #include "ligature/backend/cpu/quantize_write.h"
@@ -15,9 +16,10 @@
 namespace ligature::cpu {
 namespace {
 
-// Rows handed to the row-wise steps at once, and columns of the tiles that are turned.
-constexpr int64_t kRows = 16;
+// Columns of the tiles that are turned on their side, and of the units that threads take.
 constexpr int64_t kTurnedColumns = 64;
+constexpr int64_t kUnitColumns = 512;
+constexpr int64_t kUnitRows = 16;
 
 void raise(uint32_t& amax, uint32_t value) {
   std::atomic_ref<uint32_t> shared(amax);
@@ -70,71 +72,115 @@ class Quantization {
   QuantizedPair run() {
     if (needs_amax_first(format_)) {
       prepare_amax();
-      walk(false, [&](const T* x, int64_t stride, const Range& range, Scratch& s) {
-        find_amax(x, stride, range, s);
-      });
+      walk(false, args_.columnwise && (format_.hadamard || format_.row_scaled),
+           [&](const T* x, int64_t stride, const Range& range, Scratch& s) {
+             find_amax(x, stride, range, s);
+           });
       use_amax();
     } else if (format_.scaling == Scaling::Delayed) {
       use_factor(args_.scale.const_data_ptr<float>()[0]);
     }
-    walk(needs_amax_first(format_), [&](const T* x, int64_t stride, const Range& range,
-                                        Scratch& s) { write(x, stride, range, s); });
+    walk(needs_amax_first(format_), args_.columnwise,
+         [&](const T* x, int64_t stride, const Range& range, Scratch& s) {
+           write(x, stride, range, s);
+         });
     if (format_.scaling == Scaling::Delayed && args_.amax.defined()) {
       float* amax = args_.amax.mutable_data_ptr<float>();
       amax[0] = std::max(amax[0], std::bit_cast<float>(amax_));
     }
+    if (turn_codes_ && !format_.per_tensor()) turn_scales();
     return std::move(result_);
   }
 
  private:
   struct Scratch {
     TileScratch tile;
-    T turned[kTurned * kTurned];
-    float transformed[kTurned * kTurnedColumns];
-    float turned_transformed[kTurned * kTurnedColumns];
+    // Of the ways to column-wise data, a quantization takes one.
+    union {
+      T turned[kTurned * kTurned];
+      uint8_t codes[2 * kTurned * kTurned];
+      struct {
+        float values[kTurned * kTurnedColumns];
+        float turned[kTurned * kTurnedColumns];
+      } transformed;
+      uint32_t column_amax[kUnitColumns];
+    };
+    std::unique_ptr<T[]> staged;
+    const T* next = nullptr;  // where the rows of the next unit begin
+
+    Scratch() {}
   };
 
-  // Calls f(values, stride, range, scratch) for all of the matrix, in parallel.
+  // Calls f(values, stride, range, scratch) for all of the matrix, in parallel. Units are as wide
+  // as the matrix, so that memory is read from end to end, unless that leaves a thread idle or f
+  // works along columns: then a unit is what fits into a cache.
   template <typename F>
-  void walk(bool again, const F& f) const {
-    const int64_t least_rows =
-        std::max(kRows, args_.rowwise ? rowwise_.blocks().group : columnwise_.blocks().group);
-    int64_t unit_rows = args_.columnwise ? kTurned : least_rows;
-    if (source_.stored) {
-      const Grid grid(source_.rows, source_.columns, unit_rows, kTileColumns);
-      const int64_t unit = unit_rows * std::min(source_.columns, kTileColumns);
-      at::parallel_for(0, grid.count, grain(unit), [&](int64_t first, int64_t last) {
-        const auto scratch = std::unique_ptr<Scratch>(new Scratch);
-        for (int64_t i = first; i < last; ++i) {
-          const Range range = grid.unit(i);
-          const T* x = static_cast<const T*>(source_.values);
-          f(x + range.first_row * source_.columns + range.first_column, source_.columns, range,
-            *scratch);
-        }
-      });
-      return;
+  void walk(bool again, bool along_columns, const F& f) const {
+    const int64_t columns = source_.columns, unit_rows = rows_of_unit(along_columns);
+    if (!source_.stored) return walk_computed(again, along_columns, unit_rows, f);
+    const bool narrow = along_columns || source_.rows < unit_rows * at::get_num_threads();
+    const Grid grid(source_.rows, columns, unit_rows,
+                    narrow ? kUnitColumns : std::max<int64_t>(columns, 1));
+    const int64_t unit = unit_rows * std::min(columns, grid.unit_columns);
+    at::parallel_for(0, grid.count, grain(unit), [&](int64_t first, int64_t last) {
+      const auto scratch = std::unique_ptr<Scratch>(new Scratch);
+      const T* x = static_cast<const T*>(source_.values);
+      for (int64_t i = first; i < last; ++i) {
+        const Range range = grid.unit(i);
+        const bool more = i + 1 < last && grid.unit(i + 1).first_column == range.first_column;
+        scratch->next = more ? x + range.end_row * columns + range.first_column : nullptr;
+        walk_range(x + range.first_row * columns, range, along_columns, *scratch, f);
+      }
+    });
+  }
+
+  template <typename F>
+  void walk_computed(bool again, bool along_columns, int64_t unit_rows, const F& f) const {
+    const int64_t columns = source_.columns, units = ceil_div(source_.rows, unit_rows);
+    at::parallel_for(0, units, grain(unit_rows * columns), [&](int64_t first, int64_t last) {
+      const auto scratch = std::unique_ptr<Scratch>(new Scratch);
+      const auto slab = make_buffer<T>(unit_rows * columns);
+      const int64_t end = std::min(last * unit_rows, source_.rows);
+      const auto rows = source_.walk(first * unit_rows, end, again);
+      for (int64_t row = first * unit_rows; row < end; row += unit_rows) {
+        const Range range{row, std::min(row + unit_rows, end), 0, columns};
+        rows->next(range.end_row, slab.get());
+        walk_range(slab.get(), range, along_columns, *scratch, f);
+      }
+      rows->finish();
+    });
+  }
+
+  // x: where the range's rows begin. Along columns, rows that are far apart are first copied
+  // together: they are often a power of two apart, and would push each other out of the cache.
+  template <typename F>
+  void walk_range(const T* x, Range range, bool along_columns, Scratch& s, const F& f) const {
+    const int64_t columns = source_.columns, end = range.end_column;
+    const int64_t width = along_columns ? kUnitColumns : kTileElements;
+    const bool stage = along_columns && columns > kUnitColumns;
+    if (stage && s.staged == nullptr) s.staged = make_buffer<T>(kTurned * kUnitColumns);
+    for (; range.first_column < end; range.first_column += width) {
+      range.end_column = std::min(range.first_column + width, end);
+      if (!stage) {
+        f(x + range.first_column, columns, range, s);
+        continue;
+      }
+      for (int64_t r = 0; r < range.rows(); ++r) {
+        std::copy_n(x + r * columns + range.first_column, range.columns(),
+                    s.staged.get() + r * kUnitColumns);
+      }
+      f(s.staged.get(), kUnitColumns, range, s);
     }
-    const int64_t block_rows = std::max(least_rows, args_.columnwise ? format_.block_size() : 0);
-    while (unit_rows > block_rows && source_.rows < unit_rows * at::get_num_threads()) {
-      unit_rows /= 2;
-    }
-    const int64_t units = ceil_div(source_.rows, unit_rows);
-    at::parallel_for(
-        0, units, grain(unit_rows * source_.columns), [&](int64_t first, int64_t last) {
-          const auto scratch = std::unique_ptr<Scratch>(new Scratch);
-          const auto slab = make_buffer<T>(unit_rows * source_.columns);
-          const int64_t end = std::min(last * unit_rows, source_.rows);
-          const auto rows = source_.walk(first * unit_rows, end, again);
-          for (int64_t row = first * unit_rows; row < end; row += unit_rows) {
-            const int64_t row_end = std::min(row + unit_rows, end);
-            rows->next(row_end, slab.get());
-            for (int64_t c = 0; c < source_.columns; c += kTileColumns) {
-              const int64_t column_end = std::min(c + kTileColumns, source_.columns);
-              f(slab.get() + c, source_.columns, {row, row_end, c, column_end}, *scratch);
-            }
-          }
-          rows->finish();
-        });
+  }
+
+  // A whole number of blocks in either orientation: for column-wise data enough to fill cache lines
+  // with, unless threads would be idle.
+  int64_t rows_of_unit(bool along_columns) const {
+    int64_t rows = std::max(kUnitRows, format_.block_2d ? format_.block_size() : 1);
+    if (!along_columns) return rows;
+    rows = std::max(rows, format_.block_size());
+    while (rows < kTurned && source_.rows > rows * at::get_num_threads()) rows *= 2;
+    return rows;
   }
 
   static int64_t grain(int64_t unit) {
@@ -157,25 +203,33 @@ class Quantization {
       for (int64_t r = 0; r < tile.rows; ++r) raise(row_amax_[range.first_row + r], largest[r]);
     }
     if (format_.row_scaled && args_.columnwise && !format_.hadamard) {
-      uint32_t* largest = s.tile.amax;
+      uint32_t* largest = s.column_amax;
       std::fill_n(largest, tile.columns, 0);
       column_amax(tile, largest);
       for (int64_t c = 0; c < tile.columns; ++c) {
         raise(column_amax_[range.first_column + c], largest[c]);
       }
     }
-    if (!format_.row_scaled && plain_amax()) raise(amax_, tile_amax(tile));
+    if (!format_.row_scaled && plain_amax()) {
+      uint32_t largest = tile_amax(tile, true);
+      if (largest >= kInfinityBits) {
+        raise(special_, 1);
+        largest = tile_amax(tile, false);
+      }
+      raise(amax_, largest);
+    }
     if (args_.columnwise && format_.hadamard) find_transformed_amax(tile, range, s);
   }
 
   void find_transformed_amax(const Tile<T>& tile, const Range& range, Scratch& s) {
     for (int64_t c = 0; c < tile.columns; c += kTurnedColumns) {
       const int64_t n = std::min(kTurnedColumns, tile.columns - c);
-      hadamard_columns(Tile<T>{tile.data + c, tile.stride, tile.rows, n}, false, s.transformed,
-                       kTurnedColumns);
-      const Tile<float> transformed{s.transformed, kTurnedColumns, ceil_div(tile.rows, 16) * 16, n};
+      hadamard_columns(Tile<T>{tile.data + c, tile.stride, tile.rows, n}, false,
+                       s.transformed.values, kTurnedColumns);
+      const Tile<float> transformed{s.transformed.values, kTurnedColumns,
+                                    ceil_div(tile.rows, 16) * 16, n};
       if (!format_.row_scaled) {
-        raise(transformed_amax_, tile_amax(transformed));
+        raise(transformed_amax_, tile_amax(transformed, false));
         continue;
       }
       uint32_t largest[kTurnedColumns] = {};
@@ -194,6 +248,7 @@ class Quantization {
         args_.reduce_amax(shared);
         amax = shared.const_data_ptr<float>()[0];
       }
+      held_ = special_ == 0 && amax >= std::bit_cast<float>(amax_);
       return use_factor(factor_of(amax, max_value(format_.element), format_.amax_epsilon,
                                   format_.power_of_2_scales));
     }
@@ -235,37 +290,89 @@ class Quantization {
 
   void write(const T* x, int64_t stride, const Range& range, Scratch& s) {
     const Tile<T> tile{x, stride, range.rows(), range.columns()};
-    if (format_.scaling == Scaling::Delayed && args_.amax.defined()) raise(amax_, tile_amax(tile));
-    if (args_.rowwise) {
-      const int64_t step = std::max(kRows, rowwise_.blocks().group);
-      for (int64_t r = 0; r < tile.rows; r += step) {
-        const int64_t n = std::min(step, tile.rows - r);
-        rowwise_.write(Tile<T>{x + r * stride, stride, n, tile.columns}, range.first_row + r,
-                       range.first_column, s.tile);
-      }
-    }
+    if (args_.rowwise) write_rows(tile, range, s);
     if (!args_.columnwise) return;
     const int64_t step = std::max(kTurnedColumns, columnwise_.blocks().group);
     for (int64_t c = 0; c < tile.columns; c += step) {
       const int64_t n = std::min(step, tile.columns - c);
+      const int64_t column = range.first_column + c;
       const Tile<T> piece{x + c, stride, tile.rows, n};
-      if (format_.hadamard) {
-        write_transformed(piece, range.first_row, range.first_column + c, s);
+      columnwise_.fetch(column, range.first_row, n, tile.rows);
+      fetch_next(s, tile, c, c + n);
+      if (turn_codes_) {
+        transpose_codes(rowwise_.codes_at(range.first_row, column), tile.rows, n,
+                        format_.element == Element::E2M1,
+                        columnwise_.codes_at(column, range.first_row), s.codes);
+      } else if (format_.hadamard) {
+        write_transformed(piece, range.first_row, column, s);
       } else {
         transpose_tile(piece, s.turned, kTurned);
-        columnwise_.write(Tile<T>{s.turned, kTurned, n, tile.rows}, range.first_column + c,
-                          range.first_row, s.tile);
+        const Tile<T> turned{s.turned, kTurned, n, tile.rows};
+        columnwise_.write(turned, column, range.first_row, is_held(turned), s.tile);
       }
+    }
+  }
+
+  // Asks for as much of the next unit as the columns [first, last) are of this one.
+  void fetch_next(const Scratch& s, const Tile<T>& tile, int64_t first, int64_t last) const {
+    if (s.next == nullptr) return;
+    constexpr int64_t line = 64 / sizeof(T);
+    for (int64_t r = first * tile.rows / tile.columns; r < last * tile.rows / tile.columns; ++r) {
+      for (int64_t c = 0; c < tile.columns; c += line) {
+        __builtin_prefetch(s.next + r * source_.columns + c, 0, 2);
+      }
+    }
+  }
+
+  void write_rows(const Tile<T>& tile, const Range& range, Scratch& s) {
+    const bool square = rowwise_.blocks().group > 1;
+    const int64_t columns = square ? kSquareTileColumns : kTileElements;
+    for (int64_t c = 0; c < tile.columns; c += columns) {
+      const int64_t n = std::min(columns, tile.columns - c);
+      const int64_t rows = square ? rowwise_.blocks().group : kTileBlocks / ceil_div(n, 16);
+      for (int64_t r = 0; r < tile.rows; r += rows) {
+        const Tile<T> piece{tile.data + r * tile.stride + c, tile.stride,
+                            std::min(rows, tile.rows - r), n,
+                            source_.stored && !args_.columnwise ? rows * tile.stride : 0};
+        if (args_.columnwise)
+          rowwise_.fetch(range.first_row + r, range.first_column + c, piece.rows, n);
+        rowwise_.write(piece, range.first_row + r, range.first_column + c, is_held(piece), s.tile);
+      }
+    }
+  }
+
+  // Does one factor hold all of the tile? For Delayed, its largest magnitude is noted as well.
+  bool is_held(const Tile<T>& tile) {
+    if (format_.scaling != Scaling::Delayed) return held_;
+    uint32_t largest = tile_amax(tile, true);
+    const bool special = largest >= kInfinityBits;
+    if (special) largest = tile_amax(tile, false);
+    raise(amax_, largest);
+    return !special &&
+           std::fabs(std::bit_cast<float>(largest) * factor_) <= max_value(format_.element);
+  }
+
+  void turn_scales() {
+    const Tensor& from = result_.rowwise.scale;
+    const Tensor& to = result_.columnwise.scale;
+    if (from.scalar_type() == at::kFloat) {
+      transpose_tile(
+          Tile<float>{from.const_data_ptr<float>(), from.size(1), from.size(0), from.size(1)},
+          to.mutable_data_ptr<float>(), to.size(1));
+    } else {
+      transpose_tile(
+          Tile<uint8_t>{from.const_data_ptr<uint8_t>(), from.size(1), from.size(0), from.size(1)},
+          to.mutable_data_ptr<uint8_t>(), to.size(1));
     }
   }
 
   void write_transformed(const Tile<T>& x, int64_t row, int64_t column, Scratch& s) {
     const int64_t rows = ceil_div(x.rows, 16) * 16;
-    hadamard_columns(x, false, s.transformed, kTurnedColumns);
-    transpose_tile(Tile<float>{s.transformed, kTurnedColumns, rows, x.columns},
-                   s.turned_transformed, kTurned);
-    columnwise_.write(Tile<float>{s.turned_transformed, kTurned, x.columns, rows}, column, row,
-                      s.tile);
+    hadamard_columns(x, false, s.transformed.values, kTurnedColumns);
+    transpose_tile(Tile<float>{s.transformed.values, kTurnedColumns, rows, x.columns},
+                   s.transformed.turned, kTurned);
+    columnwise_.write(Tile<float>{s.transformed.turned, kTurned, x.columns, rows}, column, row,
+                      false, s.tile);
   }
 
   RowSource& source_;
@@ -273,7 +380,10 @@ class Quantization {
   const Format& format_;
   QuantizedPair result_;
   TileWriter rowwise_, columnwise_;
+  const bool turn_codes_ = args_.rowwise && args_.columnwise && format_.orientations_agree();
   uint32_t amax_ = 0, transformed_amax_ = 0;
+  uint32_t special_ = 0;  // is there an infinity or NaN?
+  bool held_ = false;     // per tensor: see encode_tile
   std::vector<uint32_t> row_amax_, column_amax_;
   float factor_ = 1;
   std::vector<float> row_upper_, column_upper_;
@@ -319,7 +429,7 @@ void update_amax(const Tensor& x, Tensor& amax) {
     using T = decltype(zero);
     const T* data = values.const_data_ptr<T>();
     at::parallel_for(0, values.numel(), kChunkElements, [&](int64_t first, int64_t last) {
-      raise(largest, tile_amax(Tile<T>{data + first, 0, 1, last - first}));
+      raise(largest, tile_amax(Tile<T>{data + first, 0, 1, last - first}, false));
     });
   });
   float* out = amax.mutable_data_ptr<float>();

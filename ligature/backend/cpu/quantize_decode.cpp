@@ -3,6 +3,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+#include <cstring>
+
 #include "ligature/backend/cpu/cast.h"
 #include "ligature/backend/cpu/float8.h"
 #include "ligature/backend/cpu/quantize.h"
@@ -12,44 +15,144 @@
 namespace ligature::cpu {
 namespace {
 
+// Columns decoded at once.
 constexpr int64_t kColumns = 1024;
 
-template <Element E, typename T>
-LIGATURE_INLINE void decode_run(const uint8_t* codes, int64_t n, float factor, T* out) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) {
-    out[i] = Cast<float, T>::apply(decode_fp8<E>(codes[i]) * factor);
+// The magnitude of a code without NaN or infinity, which comes shifted to where a float has its
+// exponent and mantissa. With the bias made good a normal number is right, and one below them is
+// half of it plus half the least normal: the lesser of the two ways to read it is the right one.
+template <Element E>
+LIGATURE_INLINE int32_t plain_magnitude(int32_t shifted) {
+  using B = ElementBits<E>;
+  constexpr float least = std::bit_cast<float>((127 + B::least_exponent) << 23);
+  const int32_t normal = shifted + ((126 + B::least_exponent) << 23);
+  const float value = std::bit_cast<float>(normal);
+  return std::min(std::bit_cast<int32_t>(value + (value - least)), normal);
+}
+
+// How results get into their dtype.
+enum class Rounding { Any, Finite, None };
+
+template <Rounding rounding>
+LIGATURE_INLINE uint32_t bfloat16_pair(float first, float second) {
+  uint32_t low = std::bit_cast<uint32_t>(first), high = std::bit_cast<uint32_t>(second);
+  if constexpr (rounding == Rounding::Any) {
+    return Cast<float, at::BFloat16>::apply(first).x |
+           static_cast<uint32_t>(Cast<float, at::BFloat16>::apply(second).x) << 16;
+  }
+  if constexpr (rounding == Rounding::Finite) {
+    low += 0x7fffu + ((low >> 16) & 1u);
+    high += 0x7fffu + ((high >> 16) & 1u);
+  }
+  return (low >> 16) | (high & 0xffff0000u);
+}
+
+template <Rounding rounding, typename T>
+LIGATURE_INLINE void write_pair(float first, float second, T* out) {
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
+    const uint32_t both = bfloat16_pair<rounding>(first, second);
+    std::memcpy(static_cast<void*>(out), &both, sizeof(both));
+  } else {
+    out[0] = Cast<float, T>::apply(first);
+    out[1] = Cast<float, T>::apply(second);
   }
 }
 
-template <Element E, int64_t size, typename T>
+// n pairs, at most kColumns / 2; factor_of(i) is that of pair i. With a rounding other than Any no
+// code is NaN or infinite.
+template <Element E, Rounding rounding, typename T, typename Factors>
+LIGATURE_INLINE void decode_pairs(const uint8_t* codes, int64_t n, const Factors& factor_of,
+                                  T* out) {
+  constexpr int shift = 23 - ElementBits<E>::mantissa;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    const float factor = factor_of(i);
+    if constexpr (rounding == Rounding::Any) {
+      write_pair<rounding>(decode_fp8<E>(codes[2 * i]) * factor,
+                           decode_fp8<E>(codes[2 * i + 1]) * factor, out + 2 * i);
+    } else {
+      uint16_t pair;
+      std::memcpy(&pair, codes + 2 * i, sizeof(pair));
+      const int32_t both = pair;
+      const int32_t first = plain_magnitude<E>((both & 0x7f) << shift);
+      const int32_t second = plain_magnitude<E>((both & 0x7f00) << (shift - 8));
+      const int32_t first_sign = (both << 24) & ~kMagnitude,
+                    second_sign = (both << 16) & ~kMagnitude;
+      write_pair<rounding>(std::bit_cast<float>(first | first_sign) * factor,
+                           std::bit_cast<float>(second | second_sign) * factor, out + 2 * i);
+    }
+  }
+}
+
+// A `size` of 0: one factor for everything.
+template <Element E, int64_t size, Rounding rounding, typename T>
 LIGATURE_WIDE_SIMD void decode_row(const uint8_t* codes, int64_t n, const float* factors, T* out) {
-  const int64_t whole = size == 0 ? 0 : n / size;
-  for (int64_t b = 0; b < whole; ++b) {
-    decode_run<E>(codes + b * size, size, factors[b], out + b * size);
+  if constexpr (size == 0) {
+    const float one = *factors;
+    decode_pairs<E, rounding>(codes, n / 2, [=](int64_t) { return one; }, out);
+  } else {
+    float each[kColumns / 2];
+    for (int64_t i = 0; i < n / 2; i += size / 2) {
+      const float one = factors[2 * i / size];
+      for (int64_t j = 0; j < size / 2; ++j) each[i + j] = one;
+    }
+    decode_pairs<E, rounding>(codes, n / 2, [&](int64_t i) { return each[i]; }, out);
   }
-  const int64_t done = whole * size;
-  if (done < n) decode_run<E>(codes + done, n - done, factors[whole], out + done);
+  if (n % 2 != 0) {
+    const float factor = factors[size == 0 ? 0 : (n - 1) / size];
+    out[n - 1] = Cast<float, T>::apply(decode_fp8<E>(codes[n - 1]) * factor);
+  }
 }
 
-template <typename T>
-LIGATURE_INLINE void decode_fp4_run(const uint8_t* codes, int64_t n, float scale, float upper,
-                                    T* out) {
-#pragma GCC ivdep
+// Is any code NaN or infinite?
+template <Element E>
+LIGATURE_WIDE_SIMD bool any_special(const uint8_t* codes, int64_t n) {
+  constexpr int8_t first = E == Element::E4M3 ? 0x7f : 0x7c;
+  int8_t largest = 0;
   for (int64_t i = 0; i < n; ++i) {
-    out[i] = Cast<float, T>::apply(decode_fp4(codes[i]) * scale * upper);
+    largest = std::max(largest, static_cast<int8_t>(codes[i] & 0x7f));
   }
+  return largest >= first;
 }
 
-template <typename T>
-LIGATURE_WIDE_SIMD void decode_fp4_row(const uint8_t* codes, int64_t n, const float* scales,
+template <Rounding rounding, typename T>
+LIGATURE_WIDE_SIMD void decode_fp4_row(const uint8_t* packed, int64_t n, const float* scales,
                                        float upper, T* out) {
   constexpr int64_t size = 16;
-  const int64_t whole = n / size, done = whole * size;
-  for (int64_t b = 0; b < whole; ++b) {
-    decode_fp4_run(codes + b * size, size, scales[b], upper, out + b * size);
+  float each[kColumns / 2];
+  for (int64_t i = 0; i < n / 2; i += size / 2) {
+    const float one = scales[2 * i / size];
+    for (int64_t j = 0; j < size / 2; ++j) each[i + j] = one;
   }
-  if (done < n) decode_fp4_run(codes + done, n - done, scales[whole], upper, out + done);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n / 2; ++i) {
+    const int32_t both = packed[i];
+    const int32_t first = plain_magnitude<Element::E2M1>((both & 7) << 22);
+    const int32_t second = plain_magnitude<Element::E2M1>((both & 0x70) << 18);
+    const int32_t first_sign = (both << 28) & ~kMagnitude, second_sign = (both << 24) & ~kMagnitude;
+    write_pair<rounding>(std::bit_cast<float>(first | first_sign) * each[i] * upper,
+                         std::bit_cast<float>(second | second_sign) * each[i] * upper, out + 2 * i);
+  }
+  if (n % 2 != 0) {
+    out[n - 1] =
+        Cast<float, T>::apply(decode_fp4(packed[n / 2] & 15) * scales[(n - 1) / size] * upper);
+  }
+}
+
+// Which rounding the products of normal elements and these factors need: None where they are powers
+// of two, or so few bits, that nothing is lost.
+Rounding rounding_of(const float* factors, int64_t n, bool exact) {
+  constexpr uint32_t fraction = 0x7fffff;
+  uint32_t largest = 0, least = ~0u, fractions = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(factors[i]) & kMagnitude;
+    largest = std::max(largest, bits);
+    least = std::min(least, bits);
+    fractions |= bits & fraction;
+  }
+  if (largest >= kInfinityBits) return Rounding::Any;
+  constexpr uint32_t enough = (127 - 100) << 23;
+  return (exact || fractions == 0) && least >= enough ? Rounding::None : Rounding::Finite;
 }
 
 LIGATURE_WIDE_SIMD void decode_e8m0_scales(const uint8_t* codes, int64_t n, float* scales) {
@@ -98,16 +201,33 @@ class Decoding {
     }
     decode_e4m3_scales(static_cast<const uint8_t*>(scale_) + at, blocks, factors);
     const float upper = operand_ ? 1.0f : nv_upper(amax_[format_.row_scaled ? r : 0], format_);
-    uint8_t codes[kColumns];
-    unpack_fp4(data + column / 2, 0, 1, n, {codes, 0});
-    decode_fp4_row(codes, n, factors, upper, out);
+    data += column / 2;
+    switch (operand_ ? rounding_of(factors, blocks, true) : rounding_of(factors, blocks, false)) {
+      case Rounding::Any:
+        return decode_fp4_row<Rounding::Any>(data, n, factors, upper, out);
+      case Rounding::Finite:
+        return decode_fp4_row<Rounding::Finite>(data, n, factors, upper, out);
+      case Rounding::None:
+        return decode_fp4_row<Rounding::None>(data, n, factors, upper, out);
+    }
   }
 
  private:
   template <int64_t size>
   void fp8(const uint8_t* codes, int64_t n, const float* factors, T* out) const {
-    format_.element == Element::E4M3 ? decode_row<Element::E4M3, size>(codes, n, factors, out)
-                                     : decode_row<Element::E5M2, size>(codes, n, factors, out);
+    format_.element == Element::E4M3 ? fp8<Element::E4M3, size>(codes, n, factors, out)
+                                     : fp8<Element::E5M2, size>(codes, n, factors, out);
+  }
+
+  template <Element E, int64_t size>
+  void fp8(const uint8_t* codes, int64_t n, const float* factors, T* out) const {
+    const int64_t blocks = size == 0 ? 1 : ceil_div(n, size);
+    const Rounding rounding = rounding_of(factors, blocks, false);
+    if (rounding == Rounding::Any || any_special<E>(codes, n)) {
+      return decode_row<E, size, Rounding::Any>(codes, n, factors, out);
+    }
+    rounding == Rounding::None ? decode_row<E, size, Rounding::None>(codes, n, factors, out)
+                               : decode_row<E, size, Rounding::Finite>(codes, n, factors, out);
   }
 
   const Format& format_;

@@ -101,6 +101,23 @@ void transpose_tile(const Tile<T>& x, T* out, int64_t stride) {
                  reinterpret_cast<U*>(out), stride);
 }
 
+void transpose_codes(Codes codes, int64_t rows, int64_t columns, bool fp4, Codes out,
+                     uint8_t* scratch) {
+  uint8_t* turned = scratch + kTurned * kTurned;
+  if (fp4) {
+    unpack_fp4(codes.data, codes.stride, rows, columns, {scratch, kTurned});
+    transpose_tile(Tile<uint8_t>{scratch, kTurned, rows, columns}, turned, kTurned);
+    pack_fp4({turned, kTurned}, columns, rows, out.data, out.stride);
+    return;
+  }
+  // Not straight into `out`: its rows are often a power of two apart, and would push each other out
+  // of the cache before they are full.
+  transpose_tile(Tile<uint8_t>{codes.data, codes.stride, rows, columns}, turned, kTurned);
+  for (int64_t c = 0; c < columns; ++c) {
+    std::copy_n(turned + c * kTurned, rows, out.data + c * out.stride);
+  }
+}
+
 template <typename T>
 void hadamard_columns(const Tile<T>& x, bool inverse, float* out, int64_t stride) {
   constexpr int64_t width = 64;

@@ -1,8 +1,9 @@
-// Largest magnitudes, factors and FP8 codes of a tile. See quantize_tile.h.
+// Largest magnitudes of a tile, and the factors they give. See quantize_tile.h.
 #include "ligature/backend/cpu/quantize_tile.h"
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "ligature/backend/cpu/cast.h"
 #include "ligature/backend/cpu/float8.h"
@@ -14,6 +15,7 @@ namespace {
 template <typename T>
 struct Bits {
   using Int = int16_t;
+  static constexpr Int magnitudes = 0x7fff;
   static constexpr Int infinity = std::is_same_v<T, at::Half> ? 0x7c00 : 0x7f80;
   LIGATURE_INLINE static Int magnitude(T v) { return static_cast<Int>(v.x & 0x7fff); }
   LIGATURE_INLINE static uint32_t widen(Int m) {
@@ -25,6 +27,7 @@ struct Bits {
 template <>
 struct Bits<float> {
   using Int = int32_t;
+  static constexpr Int magnitudes = kMagnitude;
   static constexpr Int infinity = kInfinity;
   LIGATURE_INLINE static Int magnitude(float v) { return std::bit_cast<int32_t>(v) & kMagnitude; }
   LIGATURE_INLINE static uint32_t widen(Int m) { return static_cast<uint32_t>(m); }
@@ -45,12 +48,13 @@ LIGATURE_INLINE typename Bits<T>::Int amax_of(const T* x, int64_t n) {
   return largest;
 }
 
-template <typename T>
-LIGATURE_WIDE_SIMD void rows_amax(const Tile<T>& x, uint32_t* amax) {
+template <typename T, bool keep_nan>
+LIGATURE_WIDE_SIMD uint32_t whole_amax(const Tile<T>& x) {
+  typename Bits<T>::Int largest = 0;
   for (int64_t r = 0; r < x.rows; ++r) {
-    const auto largest = amax_of<T, false>(x.data + r * x.stride, x.columns);
-    amax[r] = std::max(amax[r], Bits<T>::widen(largest));
+    largest = std::max(largest, amax_of<T, keep_nan>(x.data + r * x.stride, x.columns));
   }
+  return Bits<T>::widen(largest);
 }
 
 template <typename T>
@@ -62,20 +66,86 @@ LIGATURE_WIDE_SIMD void raise_columns(const T* x, int64_t n, uint32_t* amax) {
   }
 }
 
+// As many blocks at once as a vector of 16 bytes has lanes: first a vector of each, then two
+// vectors are interleaved and the larger of what came from the same block is kept, until there is
+// one.
+template <typename T, int64_t size>
+struct BlockVectors {
+  using Int = typename Bits<T>::Int;
+  typedef Int Row __attribute__((vector_size(16)));
+  static constexpr int64_t lanes = 16 / sizeof(Int);
+
+  LIGATURE_INLINE static Row larger(Row a, Row b) { return a > b ? a : b; }
+
+  template <size_t... lane>
+  LIGATURE_INLINE static Row merge(Row a, Row b, std::index_sequence<lane...>) {
+    constexpr int64_t half = lanes / 2;
+    return larger(__builtin_shufflevector(a, b, (lane / 2 + lane % 2 * lanes)...),
+                  __builtin_shufflevector(a, b, (half + lane / 2 + lane % 2 * lanes)...));
+  }
+
+  /// The largest magnitudes of `lanes` blocks.
+  LIGATURE_INLINE static Row amax(const T* x) {
+    Row v[lanes];
+#pragma GCC unroll 8
+    for (int64_t b = 0; b < lanes; ++b) {
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < size; i += lanes) {
+        Row part;
+        std::memcpy(&part, x + b * size + i, sizeof(part));
+        part &= Bits<T>::magnitudes;
+        v[b] = i == 0 ? part : larger(v[b], part);
+      }
+    }
+#pragma GCC unroll 3
+    for (int64_t half = lanes / 2; half > 0; half /= 2) {
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < half; ++i) {
+        v[i] = merge(v[i], v[i + half], std::make_index_sequence<lanes>());
+      }
+    }
+    return v[0];
+  }
+};
+
+// Blocks whose magnitudes are widened at once.
+constexpr int64_t kRun = 64;
+
+// Of the blocks of a row: stored, or where a block has rows above this one, raised.
+template <typename T, int64_t size, bool keep_nan>
+LIGATURE_INLINE void row_blocks_amax(const T* x, int64_t n, bool raise, uint32_t* amax) {
+  using Vectors = BlockVectors<T, size>;
+  const int64_t blocks = ceil_div(n, size);
+  for (int64_t first = 0; first < blocks; first += kRun) {
+    typename Vectors::Int largest[kRun];
+    const int64_t count = std::min(kRun, blocks - first);
+    int64_t b = 0;
+    if constexpr (keep_nan && size < 128) {
+      for (; b + Vectors::lanes <= count && (first + b + Vectors::lanes) * size <= n;
+           b += Vectors::lanes) {
+        const auto found = Vectors::amax(x + (first + b) * size);
+        std::memcpy(largest + b, &found, sizeof(found));
+      }
+    }
+    for (; b < count; ++b) {
+      const int64_t at = (first + b) * size;
+      largest[b] = amax_of<T, keep_nan>(x + at, std::min(size, n - at));
+    }
+    uint32_t* out = amax + first;
+    if (raise) {
+      for (b = 0; b < count; ++b) out[b] = std::max(out[b], Bits<T>::widen(largest[b]));
+    } else {
+      for (b = 0; b < count; ++b) out[b] = Bits<T>::widen(largest[b]);
+    }
+  }
+}
+
 template <typename T, int64_t size, bool keep_nan>
 LIGATURE_WIDE_SIMD void blocks_amax(const Tile<T>& x, int64_t group, uint32_t* amax) {
-  const int64_t whole = x.columns / size, blocks = ceil_div(x.columns, size);
-  for (int64_t r = 0; r < x.rows; ++r) {
-    const T* row = x.data + r * x.stride;
-    uint32_t* out = amax + r / group * blocks;
-    const uint32_t before = r % group == 0 ? 0 : ~0u;
-    for (int64_t b = 0; b < whole; ++b) {
-      const auto largest = amax_of<T, keep_nan>(row + b * size, size);
-      out[b] = std::max(out[b] & before, Bits<T>::widen(largest));
-    }
-    if (whole < blocks) {
-      const auto largest = amax_of<T, keep_nan>(row + whole * size, x.columns - whole * size);
-      out[whole] = std::max(out[whole] & before, Bits<T>::widen(largest));
+  const int64_t blocks = ceil_div(x.columns, size);
+  for (int64_t first = 0; first < x.rows; first += group, amax += blocks) {
+    for (int64_t r = first; r < std::min(first + group, x.rows); ++r) {
+      row_blocks_amax<T, size, keep_nan>(x.data + r * x.stride, x.columns, r > first, amax);
     }
   }
 }
@@ -89,44 +159,6 @@ void blocks_amax(const Tile<T>& x, Blocks blocks, uint32_t* amax) {
       return blocks_amax<T, 32, keep_nan>(x, blocks.group, amax);
     default:
       return blocks_amax<T, 128, keep_nan>(x, blocks.group, amax);
-  }
-}
-
-template <typename T, Element E>
-LIGATURE_INLINE void encode_run(const T* x, int64_t n, float factor, uint8_t* codes) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) codes[i] = encode_fp8<E>(Cast<T, float>::apply(x[i]) * factor);
-}
-
-// A `size` of 0: one block for everything.
-template <typename T, Element E, int64_t size>
-LIGATURE_WIDE_SIMD void encode_blocks(const Tile<T>& x, int64_t group, const float* factors,
-                                      Codes codes) {
-  const int64_t whole = size == 0 ? 0 : x.columns / size;
-  const int64_t blocks = size == 0 ? 1 : ceil_div(x.columns, size);
-  for (int64_t r = 0; r < x.rows; ++r) {
-    const T* row = x.data + r * x.stride;
-    const float* factor = factors + r / group * blocks;
-    uint8_t* out = codes.data + r * codes.stride;
-    for (int64_t b = 0; b < whole; ++b) {
-      encode_run<T, E>(row + b * size, size, factor[b], out + b * size);
-    }
-    const int64_t done = whole * size;
-    if (done < x.columns) {
-      encode_run<T, E>(row + done, x.columns - done, factor[whole], out + done);
-    }
-  }
-}
-
-template <typename T, Element E>
-void encode(const Tile<T>& x, Blocks blocks, const float* factors, Codes codes) {
-  switch (blocks.size) {
-    case 32:
-      return encode_blocks<T, E, 32>(x, blocks.group, factors, codes);
-    case 128:
-      return encode_blocks<T, E, 128>(x, blocks.group, factors, codes);
-    default:
-      return encode_blocks<T, E, 0>(x, blocks.group, factors, codes);
   }
 }
 
@@ -166,17 +198,16 @@ LIGATURE_WIDE_SIMD void e4m3_factors(const uint32_t* amax, int64_t n, float uppe
 }  // namespace
 
 template <typename T>
-void row_amax(const Tile<T>& x, uint32_t* amax) {
-  rows_amax(x, amax);
+uint32_t tile_amax(const Tile<T>& x, bool keep_nan) {
+  return keep_nan ? whole_amax<T, true>(x) : whole_amax<T, false>(x);
 }
 
 template <typename T>
-uint32_t tile_amax(const Tile<T>& x) {
-  uint32_t amax = 0;
+void row_amax(const Tile<T>& x, uint32_t* amax) {
   for (int64_t r = 0; r < x.rows; ++r) {
-    rows_amax(Tile<T>{x.data + r * x.stride, x.stride, 1, x.columns}, &amax);
+    const Tile<T> row{x.data + r * x.stride, x.stride, 1, x.columns};
+    amax[r] = std::max(amax[r], whole_amax<T, false>(row));
   }
-  return amax;
 }
 
 template <typename T>
@@ -185,7 +216,11 @@ void column_amax(const Tile<T>& x, uint32_t* amax) {
 }
 
 template <typename T>
-void block_amax(const Tile<T>& x, Blocks blocks, bool keep_nan, uint32_t* amax) {
+void block_amax(const Tile<T>& tile, Blocks blocks, bool keep_nan, uint32_t* amax) {
+  Tile<T> x = tile;
+  if (blocks.group == 1 && x.stride == x.columns && x.columns % blocks.size == 0) {
+    x = {x.data, 0, 1, x.rows * x.columns};  // blocks are as good as in one row
+  }
   keep_nan ? blocks_amax<T, true>(x, blocks, amax) : blocks_amax<T, false>(x, blocks, amax);
 }
 
@@ -207,19 +242,11 @@ void nv_factors(const uint32_t* amax, int64_t rows, int64_t n, const float* uppe
   }
 }
 
-template <typename T>
-void encode_tile(const Tile<T>& x, Element element, Blocks blocks, const float* factors,
-                 Codes codes) {
-  element == Element::E4M3 ? encode<T, Element::E4M3>(x, blocks, factors, codes)
-                           : encode<T, Element::E5M2>(x, blocks, factors, codes);
-}
-
-#define LIGATURE_INSTANTIATE(T)                                      \
-  template uint32_t tile_amax(const Tile<T>&);                       \
-  template void row_amax(const Tile<T>&, uint32_t*);                 \
-  template void column_amax(const Tile<T>&, uint32_t*);              \
-  template void block_amax(const Tile<T>&, Blocks, bool, uint32_t*); \
-  template void encode_tile(const Tile<T>&, Element, Blocks, const float*, Codes);
+#define LIGATURE_INSTANTIATE(T)                         \
+  template uint32_t tile_amax(const Tile<T>&, bool);    \
+  template void row_amax(const Tile<T>&, uint32_t*);    \
+  template void column_amax(const Tile<T>&, uint32_t*); \
+  template void block_amax(const Tile<T>&, Blocks, bool, uint32_t*);
 LIGATURE_INSTANTIATE(float)
 LIGATURE_INSTANTIATE(at::BFloat16)
 LIGATURE_INSTANTIATE(at::Half)

@@ -16,6 +16,9 @@ struct Tile {
   int64_t stride;
   int64_t rows;
   int64_t columns;
+  /// How far on the values are that will be wanted next, or 0: they are fetched while these, which
+  /// have been read before, are encoded. Else the memory would be idle meanwhile.
+  int64_t ahead = 0;
 };
 
 struct Codes {
@@ -35,19 +38,21 @@ struct Blocks {
 };
 
 // Magnitudes are handed on as the bits of a float: they compare like the numbers, and NaN as the
-// largest.
+// largest of all.
+constexpr uint32_t kInfinityBits = 0x7f800000;
 
-/// The largest magnitude; NaNs do not count.
+/// The largest magnitude. Without `keep_nan` NaNs do not count, else one makes it NaN, which is
+/// faster.
 template <typename T>
-uint32_t tile_amax(const Tile<T>& x);
+uint32_t tile_amax(const Tile<T>& x, bool keep_nan);
 
-/// The same of every row, or of every column: raises `amax`.
+/// The same of every row, or of every column, without NaNs: raises `amax`.
 template <typename T>
 void row_amax(const Tile<T>& x, uint32_t* amax);
 template <typename T>
 void column_amax(const Tile<T>& x, uint32_t* amax);
 
-/// Of every block. With `keep_nan` a block with a NaN has NaN.
+/// Of every block.
 template <typename T>
 void block_amax(const Tile<T>& x, Blocks blocks, bool keep_nan, uint32_t* amax);
 
@@ -63,26 +68,33 @@ void mx_factors(const uint32_t* amax, int64_t n, Element element, float* factors
 void nv_factors(const uint32_t* amax, int64_t rows, int64_t n, const float* upper, int64_t step,
                 float top, float* factors, uint8_t* scales);
 
+/// FP8 codes. `held`: no value is NaN, or so large that the factor takes it beyond the largest.
 template <typename T>
-void encode_tile(const Tile<T>& x, Element element, Blocks blocks, const float* factors,
+void encode_tile(const Tile<T>& x, Element element, Blocks blocks, const float* factors, bool held,
                  Codes codes);
 
-/// FP4 codes, one to a byte.
+/// FP4 codes, two to a byte.
 template <typename T>
-void encode_tile_fp4(const Tile<T>& x, Blocks blocks, const float* factors, Codes codes);
+void encode_tile_fp4(const Tile<T>& x, Blocks blocks, const float* factors, Codes packed);
 
-/// The random words of the elements from `index` on. They are within `buffer`, of n + 6 words.
-const uint32_t* random_words(uint64_t seed, uint64_t offset, uint32_t stream, uint64_t index,
-                             int64_t n, uint32_t* buffer);
+/// Which random numbers belong to a tile: element i of the matrix that the tile is a part of has
+/// word i % 4 of the counter `offset` + i / 4.
+struct Draws {
+  uint64_t seed;
+  uint64_t offset;
+  uint32_t stream;
+  int64_t first;   ///< index of the tile's first element
+  int64_t stride;  ///< from a row to the next
+};
 
-/// FP4 codes of one row, rounded up or down by chance.
+/// FP4 codes, two to a byte, rounded up or down by chance.
 template <typename T>
-void encode_row_fp4(const T* x, int64_t n, const float* factors, const uint32_t* random,
-                    uint8_t* codes);
+void encode_tile_fp4(const Tile<T>& x, Blocks blocks, const float* factors, const Draws& draws,
+                     Codes packed);
 
-/// How far FP4 codes are from the values, for every block. `upper` as above.
+/// How far FP4 codes are from the values, for every block. `upper` and `step` as above.
 template <typename T>
-void block_errors(const Tile<T>& x, Blocks blocks, Codes codes, const uint8_t* scales,
+void block_errors(const Tile<T>& x, Blocks blocks, Codes packed, const uint8_t* scales,
                   const float* upper, int64_t step, bool square, float* errors);
 
 /// Two codes to a byte; and back.
@@ -97,5 +109,11 @@ void hadamard_columns(const Tile<T>& x, bool inverse, float* out, int64_t stride
 /// out[column][row] = x[row][column].
 template <typename T>
 void transpose_tile(const Tile<T>& x, T* out, int64_t stride);
+
+/// The same of codes, packed where `fp4`, in at most kTurned rows and columns. `scratch`: two tiles
+/// of that size.
+constexpr int64_t kTurned = 128;
+void transpose_codes(Codes codes, int64_t rows, int64_t columns, bool fp4, Codes out,
+                     uint8_t* scratch);
 
 }  // namespace ligature::cpu

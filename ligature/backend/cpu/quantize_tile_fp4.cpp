@@ -1,5 +1,4 @@
-// FP4 codes of a tile: to nearest, by chance, how far off they are, and how they are packed. See
-// quantize_tile.h.
+// FP4 codes by chance, how far off codes are, and how they are packed. See quantize_tile.h.
 #include <algorithm>
 
 #include "ligature/backend/cpu/cast.h"
@@ -11,48 +10,10 @@ namespace ligature::cpu {
 namespace {
 
 constexpr int64_t kBlock = 16;
+// Values taken at once.
+constexpr int64_t kRun = 512;
 
-template <typename T>
-LIGATURE_INLINE void encode_run(const T* x, int64_t n, float factor, uint8_t* codes) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) codes[i] = encode_fp4(Cast<T, float>::apply(x[i]) * factor);
-}
-
-template <typename T>
-LIGATURE_WIDE_SIMD void encode_blocks(const Tile<T>& x, int64_t group, const float* factors,
-                                      Codes codes) {
-  const int64_t whole = x.columns / kBlock, blocks = ceil_div(x.columns, kBlock);
-  for (int64_t r = 0; r < x.rows; ++r) {
-    const T* row = x.data + r * x.stride;
-    const float* factor = factors + r / group * blocks;
-    uint8_t* out = codes.data + r * codes.stride;
-    for (int64_t b = 0; b < whole; ++b) {
-      encode_run(row + b * kBlock, kBlock, factor[b], out + b * kBlock);
-    }
-    const int64_t done = whole * kBlock;
-    if (done < x.columns) encode_run(row + done, x.columns - done, factor[whole], out + done);
-  }
-}
-
-template <typename T>
-LIGATURE_INLINE void encode_run(const T* x, int64_t n, float factor, const uint32_t* random,
-                                uint8_t* codes) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) {
-    codes[i] = encode_fp4(Cast<T, float>::apply(x[i]) * factor, random[i]);
-  }
-}
-
-template <typename T>
-LIGATURE_WIDE_SIMD void encode_random(const T* x, int64_t n, const float* factors,
-                                      const uint32_t* random, uint8_t* codes) {
-  int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
-    encode_run(x + i, kBlock, factors[i / kBlock], random + i, codes + i);
-  }
-  if (i < n) encode_run(x + i, n - i, factors[i / kBlock], random + i, codes + i);
-}
-
+// Random words, four to a counter.
 LIGATURE_WIDE_SIMD void philox_words(uint64_t seed, uint64_t first, uint32_t stream, int64_t n,
                                      uint32_t* words) {
   const uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
@@ -69,33 +30,69 @@ LIGATURE_WIDE_SIMD void philox_words(uint64_t seed, uint64_t first, uint32_t str
   }
 }
 
-// The sum as a tree over 16 terms, of which those beyond n are 0.
-template <typename T>
-LIGATURE_INLINE float run_error(const T* x, const uint8_t* codes, int64_t n, float scale,
-                                float upper, bool square) {
-  float e[kBlock] = {};
-  for (int64_t i = 0; i < n; ++i) {
-    const float d = Cast<T, float>::apply(x[i]) - decode_fp4(codes[i]) * scale * upper;
-    e[i] = square ? d * d : std::bit_cast<float>(std::bit_cast<int32_t>(d) & kMagnitude);
+// A factor for every pair of values from one for every block.
+LIGATURE_INLINE void spread(const float* factors, int64_t pairs, float* each) {
+  for (int64_t i = 0; i < pairs; i += kBlock / 2) {
+    const float one = factors[i / (kBlock / 2)];
+    for (int64_t j = 0; j < kBlock / 2; ++j) each[i + j] = one;
   }
-  for (int64_t half = kBlock / 2; half > 0; half /= 2) {
-    for (int64_t i = 0; i < half; ++i) e[i] += e[i + half];
-  }
-  return e[0];
 }
 
+// Values are widened first: the loops after that are the same for every dtype.
 template <typename T>
-LIGATURE_WIDE_SIMD void row_errors(const T* x, int64_t n, const uint8_t* codes,
-                                   const uint8_t* scales, float upper, bool square, float* errors) {
-  const int64_t whole = n / kBlock;
-  for (int64_t b = 0; b < whole; ++b) {
-    const float scale = decode_fp8<Element::E4M3>(scales[b]);
-    errors[b] += run_error(x + b * kBlock, codes + b * kBlock, kBlock, scale, upper, square);
+LIGATURE_INLINE void widen(const T* x, int64_t n, float* values) {
+  for (int64_t i = 0; i < n; ++i) values[i] = Cast<T, float>::apply(x[i]);
+}
+
+// At most kRun values; `out` is one byte for two, of which a last one may be missing.
+template <typename T>
+LIGATURE_WIDE_SIMD void encode_random(const T* x, int64_t n, const float* factors,
+                                      const uint32_t* random, uint8_t* out) {
+  const int64_t pairs = (n + 1) / 2;
+  float values[kRun + 1], each[kRun / 2];
+  uint32_t both[kRun / 2];
+  values[n] = 0;
+  widen(x, n, values);
+  spread(factors, pairs, each);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < pairs; ++i) {
+    both[i] = encode_fp4_bits(values[2 * i] * each[i], random[2 * i]) |
+              encode_fp4_bits(values[2 * i + 1] * each[i], random[2 * i + 1]) << 4;
   }
-  if (whole * kBlock < n) {
-    const float scale = decode_fp8<Element::E4M3>(scales[whole]);
-    errors[whole] += run_error(x + whole * kBlock, codes + whole * kBlock, n - whole * kBlock,
-                               scale, upper, square);
+  for (int64_t i = 0; i < pairs; ++i) out[i] = static_cast<uint8_t>(both[i]);
+}
+
+LIGATURE_INLINE float sum_of_8(const float* e) {
+  const float fours[4] = {e[0] + e[4], e[1] + e[5], e[2] + e[6], e[3] + e[7]};
+  return (fours[0] + fours[2]) + (fours[1] + fours[3]);
+}
+
+// At most kRun values. Each block's sum is a tree over 16 terms, of which those beyond n are 0; the
+// terms of even and of odd places are kept apart until the last step.
+template <typename T>
+LIGATURE_WIDE_SIMD void add_errors(const T* x, int64_t n, const uint8_t* packed,
+                                   const uint8_t* scales, float upper, bool square, float* errors) {
+  const int64_t blocks = ceil_div(n, kBlock), pairs = blocks * kBlock / 2;
+  float values[kRun], each[kRun / 2], even[kRun / 2], odd[kRun / 2], factors[kRun / kBlock];
+  uint8_t codes[kRun / 2];
+  std::fill(values + n / 16 * 16, values + 2 * pairs, 0.0f);
+  widen(x, n, values);
+  for (int64_t b = 0; b < blocks; ++b) factors[b] = decode_fp8<Element::E4M3>(scales[b]);
+  spread(factors, pairs, each);
+  std::fill(codes + n / 16 * 8, codes + pairs, uint8_t{0});
+  std::copy_n(packed, (n + 1) / 2, codes);
+  const int32_t kept = square ? -1 : kMagnitude;  // of an error, times itself or 1
+#pragma GCC ivdep
+  for (int64_t i = 0; i < pairs; ++i) {
+    const float first = values[2 * i] - decode_fp4(codes[i] & 15) * each[i] * upper;
+    const float second = values[2 * i + 1] - decode_fp4(codes[i] >> 4) * each[i] * upper;
+    even[i] =
+        std::bit_cast<float>(std::bit_cast<int32_t>(first) & kept) * select(square, first, 1.0f);
+    odd[i] =
+        std::bit_cast<float>(std::bit_cast<int32_t>(second) & kept) * select(square, second, 1.0f);
+  }
+  for (int64_t b = 0; b < blocks; ++b) {
+    errors[b] += sum_of_8(even + b * kBlock / 2) + sum_of_8(odd + b * kBlock / 2);
   }
 }
 
@@ -117,32 +114,36 @@ LIGATURE_WIDE_SIMD void unpack_row(const uint8_t* packed, int64_t n, uint8_t* co
 }  // namespace
 
 template <typename T>
-void encode_tile_fp4(const Tile<T>& x, Blocks blocks, const float* factors, Codes codes) {
-  encode_blocks(x, blocks.group, factors, codes);
-}
-
-const uint32_t* random_words(uint64_t seed, uint64_t offset, uint32_t stream, uint64_t index,
-                             int64_t n, uint32_t* buffer) {
-  const int64_t within = static_cast<int64_t>(index % 4);
-  philox_words(seed, offset + index / 4, stream, ceil_div(within + n, 4), buffer);
-  return buffer + within;
+void encode_tile_fp4(const Tile<T>& x, Blocks blocks, const float* factors, const Draws& draws,
+                     Codes packed) {
+  uint32_t words[kRun + 8];
+  const int64_t across = blocks.across(x.columns);
+  for (int64_t r = 0; r < x.rows; ++r) {
+    for (int64_t c = 0; c < x.columns; c += kRun) {
+      const int64_t n = std::min(kRun, x.columns - c);
+      const uint64_t index = static_cast<uint64_t>(draws.first + r * draws.stride + c);
+      const int64_t within = static_cast<int64_t>(index % 4);
+      philox_words(draws.seed, draws.offset + index / 4, draws.stream, ceil_div(within + n + 1, 4),
+                   words);
+      encode_random(x.data + r * x.stride + c, n, factors + r / blocks.group * across + c / kBlock,
+                    words + within, packed.data + r * packed.stride + c / 2);
+    }
+  }
 }
 
 template <typename T>
-void encode_row_fp4(const T* x, int64_t n, const float* factors, const uint32_t* random,
-                    uint8_t* codes) {
-  encode_random(x, n, factors, random, codes);
-}
-
-template <typename T>
-void block_errors(const Tile<T>& x, Blocks blocks, Codes codes, const uint8_t* scales,
+void block_errors(const Tile<T>& x, Blocks blocks, Codes packed, const uint8_t* scales,
                   const float* upper, int64_t step, bool square, float* errors) {
   const int64_t across = blocks.across(x.columns);
   std::fill_n(errors, across * blocks.down(x.rows), 0.0f);
   for (int64_t r = 0; r < x.rows; ++r) {
     const int64_t group = r / blocks.group;
-    row_errors(x.data + r * x.stride, x.columns, codes.data + r * codes.stride,
-               scales + group * across, upper[group * step], square, errors + group * across);
+    for (int64_t c = 0; c < x.columns; c += kRun) {
+      const int64_t block = group * across + c / kBlock;
+      add_errors(x.data + r * x.stride + c, std::min(kRun, x.columns - c),
+                 packed.data + r * packed.stride + c / 2, scales + block, upper[group * step],
+                 square, errors + block);
+    }
   }
 }
 
@@ -159,8 +160,7 @@ void unpack_fp4(const uint8_t* packed, int64_t stride, int64_t rows, int64_t col
 }
 
 #define LIGATURE_INSTANTIATE(T)                                                                    \
-  template void encode_tile_fp4(const Tile<T>&, Blocks, const float*, Codes);                      \
-  template void encode_row_fp4(const T*, int64_t, const float*, const uint32_t*, uint8_t*);        \
+  template void encode_tile_fp4(const Tile<T>&, Blocks, const float*, const Draws&, Codes);        \
   template void block_errors(const Tile<T>&, Blocks, Codes, const uint8_t*, const float*, int64_t, \
                              bool, float*);
 LIGATURE_INSTANTIATE(float)

@@ -10,24 +10,6 @@
 namespace ligature::cpu {
 namespace {
 
-constexpr int64_t kSide = 128;
-
-// [rows, columns] codes, two to a byte or one.
-void turn_tile(const uint8_t* data, int64_t stride, int64_t rows, int64_t columns, bool fp4,
-               uint8_t* out, int64_t out_stride, uint8_t* scratch) {
-  uint8_t* turned = scratch + kSide * kSide;
-  if (fp4) {
-    unpack_fp4(data, stride, rows, columns, {scratch, kSide});
-    transpose_tile(Tile<uint8_t>{scratch, kSide, rows, columns}, turned, kSide);
-    pack_fp4({turned, kSide}, columns, rows, out, out_stride);
-    return;
-  }
-  transpose_tile(Tile<uint8_t>{data, stride, rows, columns}, turned, kSide);
-  for (int64_t c = 0; c < columns; ++c) {
-    std::copy_n(turned + c * kSide, rows, out + c * out_stride);
-  }
-}
-
 template <typename T>
 void hadamard_into(const Tensor& y, const Tensor& x, bool inverse) {
   constexpr int64_t group = 16, groups = 64;
@@ -63,19 +45,19 @@ QuantizedMatrix transpose(const QuantizedMatrix& q, const Format& format, int64_
   result.scale = format.per_tensor() ? q.scale : q.scale.t().contiguous();
   const bool fp4 = format.element == Element::E2M1;
   const int64_t rows = q.data.size(0), stride = q.data.size(1), out_stride = result.data.size(1);
-  const int64_t down = ceil_div(rows, kSide), across = ceil_div(columns, kSide);
-  const uint8_t* data = q.data.const_data_ptr<uint8_t>();
+  const int64_t down = ceil_div(rows, kTurned), across = ceil_div(columns, kTurned);
+  uint8_t* data = q.data.data_ptr<uint8_t>();
   uint8_t* out = result.data.mutable_data_ptr<uint8_t>();
-  const int64_t tile = std::min(rows, kSide) * std::min(columns, kSide);
+  const int64_t tile = std::min(rows, kTurned) * std::min(columns, kTurned);
   const int64_t grain = ceil_div(kChunkElements, std::max<int64_t>(tile, 1));
   const int64_t per_byte = fp4 ? 2 : 1;
   at::parallel_for(0, down * across, grain, [&](int64_t first, int64_t last) {
-    const auto scratch = make_buffer<uint8_t>(2 * kSide * kSide);
+    const auto scratch = make_buffer<uint8_t>(2 * kTurned * kTurned);
     for (int64_t i = first; i < last; ++i) {
-      const int64_t r = i % down * kSide, c = i / down * kSide;
-      turn_tile(data + r * stride + c / per_byte, stride, std::min(kSide, rows - r),
-                std::min(kSide, columns - c), fp4, out + c * out_stride + r / per_byte, out_stride,
-                scratch.get());
+      const int64_t r = i % down * kTurned, c = i / down * kTurned;
+      transpose_codes({data + r * stride + c / per_byte, stride}, std::min(kTurned, rows - r),
+                      std::min(kTurned, columns - c), fp4,
+                      {out + c * out_stride + r / per_byte, out_stride}, scratch.get());
     }
   });
   return result;

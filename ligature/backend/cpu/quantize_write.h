@@ -10,21 +10,21 @@ namespace ligature::cpu {
 using kernels::QuantizeArgs;
 using kernels::QuantizedMatrix;
 
-/// The most a tile may hold: blocks, FP4 codes, columns.
-constexpr int64_t kTileBlocks = 1024;
-constexpr int64_t kTileCodes = 16 * 1024;
-constexpr int64_t kTileColumns = 1024;
-/// Rows and columns of a tile that is turned on its side.
-constexpr int64_t kTurned = 128;
+/// The most a tile may hold where its blocks are one row high; where they are square, the most
+/// columns of a tile that is one block high.
+constexpr int64_t kTileElements = 16 * 1024;
+constexpr int64_t kSquareTileColumns = 1024;
+/// Which makes so many blocks and bytes of FP4 codes.
+constexpr int64_t kTileBlocks = kTileElements / 16;
+constexpr int64_t kTileBytes = kTileElements / 2;
 
 struct TileScratch {
   uint32_t amax[kTileBlocks];
-  float factors[2][kTileBlocks];
+  float factors[kTileBlocks];
   float scales[kTileBlocks];
   uint8_t scale_codes[2][kTileBlocks];
   float errors[2][kTileBlocks];
-  uint8_t codes[2][kTileCodes];
-  uint32_t random[kTileColumns + 8];
+  uint8_t codes[kTileBytes];
 };
 
 class TileWriter {
@@ -43,15 +43,24 @@ class TileWriter {
   /// Rows and columns of a block; per tensor 0 columns.
   Blocks blocks() const { return blocks_; }
 
+  /// Where the code of an element is.
+  Codes codes_at(int64_t row, int64_t column) const {
+    return {data_ + row * stride_ + column / per_byte_, stride_};
+  }
+
+  /// Asks for the memory that the codes of a tile will go to.
+  void fetch(int64_t row, int64_t column, int64_t rows, int64_t columns) const;
+
+  /// `held`: see encode_tile; of use where there is one factor per tensor.
   template <typename T>
-  void write(const Tile<T>& x, int64_t row, int64_t column, TileScratch& s) const;
+  void write(const Tile<T>& x, int64_t row, int64_t column, bool held, TileScratch& s) const;
 
  private:
   template <typename T>
   void write_nv(const Tile<T>& x, int64_t row, int64_t column, TileScratch& s) const;
   template <typename T>
-  void encode_nv(const Tile<T>& x, int64_t row, int64_t column, const float* factors, Codes codes,
-                 uint32_t* random) const;
+  void encode_nv(const Tile<T>& x, int64_t row, int64_t column, const float* factors,
+                 Codes packed) const;
   template <typename S>
   void copy_scales(const S* scales, int64_t row, int64_t column, int64_t down,
                    int64_t across) const;
@@ -60,6 +69,7 @@ class TileWriter {
   Blocks blocks_{0, 1};
   uint8_t* data_ = nullptr;
   int64_t stride_ = 0;
+  int64_t per_byte_ = 1;
   void* scale_ = nullptr;
   int64_t scale_stride_ = 0;
   int64_t columns_ = 0;
