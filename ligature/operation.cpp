@@ -261,16 +261,38 @@ std::vector<std::shared_ptr<Quantizer>> make_quantizers(const Recipe& recipe,
   return out;
 }
 
+// An equal recipe is another object when it was made anew, or from a file without its functions.
+void take_on(OpQuantization& state, const RecipePtr& recipe) {
+  if (state.recipe == recipe) return;
+  state.recipe = recipe;
+  const auto delayed = std::dynamic_pointer_cast<const DelayedScaling>(recipe);
+  for (auto* quantizers : {&state.forward, &state.backward}) {
+    for (const auto& quantizer : *quantizers) {
+      if (delayed == nullptr || quantizer == nullptr || quantizer->delayed == nullptr) continue;
+      if (quantizer->delayed->recipe != nullptr) quantizer->delayed->recipe = delayed;
+    }
+  }
+}
+
+OpQuantizationPtr find(std::vector<OpQuantizationPtr>& states, const RecipePtr& recipe) {
+  for (size_t i = states.size(); i-- > 0;) {
+    if (states[i]->recipe->key() != recipe->key()) continue;
+    std::rotate(states.begin() + i, states.begin() + i + 1, states.end());
+    take_on(*states.back(), recipe);
+    return states.back();
+  }
+  return nullptr;
+}
+
 }  // namespace
 
 OpQuantizationPtr BasicOperation::quantization(const RecipePtr& recipe, at::Device device) {
   if (recipe == nullptr) return nullptr;
-  std::lock_guard<std::mutex> lock(quantization_mutex_);
-  for (size_t i = quantizations_.size(); i-- > 0;) {
-    if (quantizations_[i]->recipe->key() != recipe->key()) continue;
-    std::rotate(quantizations_.begin() + i, quantizations_.begin() + i + 1, quantizations_.end());
-    return quantizations_.back();
+  {
+    std::lock_guard<std::mutex> lock(quantization_mutex_);
+    if (auto found = find(quantizations_, recipe)) return found;
   }
+  // Roles and quantizers may come from a host language: nothing is locked meanwhile.
   const auto forward = forward_quantizer_roles();
   const auto backward = backward_quantizer_roles();
   if (forward.empty() && backward.empty()) return nullptr;
@@ -278,9 +300,16 @@ OpQuantizationPtr BasicOperation::quantization(const RecipePtr& recipe, at::Devi
   made->recipe = recipe;
   made->forward = make_quantizers(*recipe, forward, device);
   made->backward = make_quantizers(*recipe, backward, device);
+  std::lock_guard<std::mutex> lock(quantization_mutex_);
+  if (auto found = find(quantizations_, recipe)) return found;
   if (quantizations_.size() == kMaxRecipes) quantizations_.erase(quantizations_.begin());
   quantizations_.push_back(made);
   return made;
+}
+
+std::vector<OpQuantizationPtr> BasicOperation::quantizations() const {
+  std::lock_guard<std::mutex> lock(quantization_mutex_);
+  return quantizations_;
 }
 
 OpQuantizationPtr BasicOperation::quantization() const {

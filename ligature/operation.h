@@ -176,6 +176,8 @@ class BasicOperation : public FusibleOperation {
   OpQuantizationPtr quantization(const RecipePtr& recipe, at::Device device);
   /// Those of the recipe used last; null before any.
   OpQuantizationPtr quantization() const;
+  /// Of every recipe that it still remembers, the last used one at the end.
+  std::vector<OpQuantizationPtr> quantizations() const;
   /// Begins anew with a recipe: factors of 1, no history.
   void reset_recipe_state(const RecipePtr& recipe, at::Device device);
   /// Does it behave differently in training and in evaluation?

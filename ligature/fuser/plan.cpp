@@ -101,14 +101,16 @@ std::shared_ptr<const Plan> make_plan(std::vector<BasicOpPtr> ops,
   plan->first_backward_op = first_backward_op;
   plan->fuse = fuse;
   for (const auto& op : plan->basic_ops) {
-    plan->quantizations.push_back(
-        op->quantization(plan->options.recipe, plan->options.device));
+    plan->quantizations.push_back(op->quantization(plan->options.recipe, plan->options.device));
     const OpQuantizationPtr& own = plan->quantizations.back();
     const bool eager = own != nullptr && !plan->options.calibrating;
-    plan->input_quantizers.push_back(eager && !own->forward.empty() ? own->forward[0]
-                                                                    : op->get_input_quantizer());
+    // What an operation says of itself comes before what the recipe gives it.
+    const auto choose = [&](QuantizerPtr said, auto OpQuantization::* given) -> QuantizerPtr {
+      return said == nullptr && eager && !((*own).*given).empty() ? ((*own).*given)[0] : said;
+    };
+    plan->input_quantizers.push_back(choose(op->get_input_quantizer(), &OpQuantization::forward));
     plan->grad_output_quantizers.push_back(
-        eager && !own->backward.empty() ? own->backward[0] : op->get_grad_output_quantizer());
+        choose(op->get_grad_output_quantizer(), &OpQuantization::backward));
   }
 
   const OpList basic(plan->basic_ops.begin(), plan->basic_ops.end());

@@ -103,6 +103,8 @@ LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& ar
     out.w = quantization->weight.get(args.params[0], *target.quantizer,
                                      target.quantizer->usage_for(target.usage, input.device()));
   } else {
+    // One that is kept in low precision was quantized before: its factor moves on all the same.
+    if (target) target.quantizer->delayed_scale();
     out.w = quantize_to(weight, target, out.dtype);
   }
   return out;

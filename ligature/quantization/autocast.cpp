@@ -43,9 +43,12 @@ at::Tensor DelayedSession::scale_of(const DelayedScalePtr& delayed, bool& record
   if (delayed->recipe == nullptr) return delayed->scale;
   record = !is_recomputing();
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto [found, fresh] = index_.emplace(delayed.get(), met_.size());
-  if (fresh) met_.push_back({delayed, delayed->scale});
-  return met_[found->second].scale;
+  const auto found = index_.find(delayed.get());
+  if (found != index_.end()) return met_[found->second].scale;
+  if (!record) return delayed->scale;
+  index_.emplace(delayed.get(), met_.size());
+  met_.push_back({delayed, delayed->scale});
+  return delayed->scale;
 }
 
 void DelayedSession::update() {
@@ -87,11 +90,8 @@ void enter_autocast(AutocastOptions options) {
   next.calibrating = options.calibrating;
   next.recipe = options.recipe != nullptr ? std::move(options.recipe) : default_recipe();
   next.reduce_amax = std::move(options.reduce_amax);
-  if (thread.outer.empty() && !(is_recomputing() && thread.now.session != nullptr)) {
-    next.session = std::make_shared<DelayedSession>();
-  } else {
-    next.session = thread.now.session;
-  }
+  next.session = thread.now.session != nullptr ? thread.now.session  // also one that runs again
+                                               : std::make_shared<DelayedSession>();
   if (next.reduce_amax && !next.session->reduction()) {
     next.session->set_reduction(next.reduce_amax);
   }
@@ -128,8 +128,7 @@ Autocast::Autocast(AutocastOptions options) : exceptions_(std::uncaught_exceptio
 Autocast::~Autocast() { exit_autocast(std::uncaught_exceptions() == exceptions_); }
 
 RecomputeScope::RecomputeScope(const AutocastState& state)
-    : before_(std::move(thread_state.now)),
-      source_(DelayedSource::exchange(state.session.get())) {
+    : before_(std::move(thread_state.now)), source_(DelayedSource::exchange(state.session.get())) {
   thread_state.now = state;
   ++thread_state.recomputing;
 }
@@ -144,7 +143,7 @@ std::shared_ptr<DelayedSession> backward_session(const AmaxReduction& reduce) {
   static std::mutex mutex;
   static std::map<int, std::shared_ptr<DelayedSession>> sessions;
   const int task = torch::autograd::get_current_graph_task_id();
-  if (task < 0) return nullptr;
+  if (task < 0 || is_recomputing()) return nullptr;
   std::shared_ptr<DelayedSession> session;
   bool fresh = false;
   {

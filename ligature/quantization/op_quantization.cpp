@@ -21,6 +21,14 @@ uint64_t sample(const Tensor& weight) {
   return hash;
 }
 
+// Delayed scaling: was it made with the factor that holds now? Without a change of the weight that
+// would be forever the first one, which is chosen from nothing.
+bool has_factor_of(const QuantizedTensor& made, const Quantizer& quantizer) {
+  if (quantizer.delayed == nullptr) return true;
+  const auto& part = made.rowwise().defined() ? made.rowwise() : made.columnwise();
+  return part.scale.item<float>() == 1.0f / quantizer.delayed_scale().item<float>();
+}
+
 }  // namespace
 
 bool WeightCache::holds(const Tensor& weight, Usage usage) const {
@@ -34,7 +42,7 @@ bool WeightCache::holds(const Tensor& weight, Usage usage) const {
 QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, Usage usage) {
   if (weight.is_meta()) return quantizer.quantize(weight, usage);
   std::lock_guard<std::mutex> lock(mutex_);
-  if (holds(weight, usage)) return quantized_;
+  if (holds(weight, usage) && has_factor_of(*quantized_, quantizer)) return quantized_;
   QuantizedPtr made = quantizer.quantize(weight, usage);
   if (weight.is_inference()) return made;
   weight_ = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
