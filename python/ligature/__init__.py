@@ -12,6 +12,11 @@ differently in forward and backward::
         te.ops.Linear(512, 256),
     )
     y = mlp(x)
+
+and in low precision inside a context::
+
+    with te.autocast(recipe=te.recipe.Float8CurrentScaling()):
+        y = mlp(x)
 """
 
 import torch  # its libraries must be loaded before ours
@@ -20,18 +25,72 @@ from ._torch_check import check_torch
 
 check_torch(torch.__version__, torch.__file__)
 
-from . import ops, testing  # noqa: E402
+from . import common, ops, quantization, testing  # noqa: E402
 from ._C import __version__  # noqa: E402
 from ._config import cmake_prefix_path, show_config  # noqa: E402
+from .common import recipe  # noqa: E402
 from .explanation import Explanation, PlanDiff, explain, strict  # noqa: E402
+from .quantization import (  # noqa: E402
+    DType,
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    MXFP8Quantizer,
+    MXFP8Tensor,
+    NVFP4Quantizer,
+    NVFP4Tensor,
+    QuantizedTensor,
+    Quantizer,
+    QuantizerRole,
+    autocast,
+    checkpoint,
+    fp8_autocast,
+    fp8_model_init,
+    get_default_recipe,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    quantized_model_init,
+)
 
 __all__ = [
+    "DType",
     "Explanation",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
     "PlanDiff",
+    "QuantizedTensor",
+    "Quantizer",
+    "QuantizerRole",
     "__version__",
+    "autocast",
+    "checkpoint",
     "cmake_prefix_path",
+    "common",
     "explain",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_recipe",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "ops",
+    "quantization",
+    "quantized_model_init",
+    "recipe",
     "show_config",
     "strict",
     "testing",

@@ -12,6 +12,7 @@ void bind_quantized(py::module_& m);
 void bind_recipes(py::module_& m);
 void bind_context(py::module_& m);
 void bind_operations(py::module_& m);
+void bind_recipe_state(py::module_& m);
 void bind_guests(py::module_& m);
 void bind_registry(py::module_& m);
 void bind_fuser(py::module_& m);

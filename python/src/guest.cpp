@@ -1,6 +1,8 @@
 #include "guest.h"
 
 #include "bindings.h"
+#include "quantized.h"
+#include "recipes.h"
 
 namespace ligature::python {
 
@@ -30,9 +32,13 @@ py::handle object_of(const FusibleOperation& op) {
 
 bool is_op_form(Form form) { return form == Form::OpSplit || form == Form::OpClassic; }
 
-py::object quantizer_object(const Quantizer* quantizer) {
-  const auto* own = dynamic_cast<const PythonQuantizer*>(quantizer);
-  return own != nullptr ? own->object() : py::object(py::none());
+/// A neighbour's quantizer, set to the orientations that the neighbour wants now; None when it
+/// wants neither.
+py::object quantizer_object(const Quantizer* quantizer, const Usage& wanted) {
+  if (quantizer == nullptr || !(wanted.rowwise || wanted.columnwise)) return py::none();
+  const auto shared = const_cast<Quantizer*>(quantizer)->shared_from_this();
+  if (shared->is_native()) shared->usage = wanted;
+  return python_of(QuantizerPtr(shared));
 }
 
 py::dict kwargs_of(const OpArgs& args) {
@@ -49,9 +55,11 @@ py::tuple wrap_all(at::ArrayRef<Tensor> tensors) {
 /// The keyword arguments that every forward method is given.
 py::dict forward_kwargs(Form form, ArgsList args) {
   py::dict out;
+  const Quantizer* before = args.front().prev_op_grad_output_quantizer;
   out["prev_op_grad_output_quantizer"] =
-      quantizer_object(args.front().prev_op_grad_output_quantizer);
-  out["next_op_input_quantizer"] = quantizer_object(args.back().next_op_input_quantizer);
+      quantizer_object(before, before != nullptr ? before->usage : Usage{});
+  out["next_op_input_quantizer"] =
+      quantizer_object(args.back().next_op_input_quantizer, args.back().next_op_input_usage);
   const bool split = form == Form::OpSplit || form == Form::FuserSplit;
   if (is_op_form(form)) {
     if (split) out["requires_grad"] = args.front().requires_grad.op;
@@ -101,6 +109,9 @@ std::vector<py::object> list_of(const FusibleOperation& op, const char* what,
 }
 
 bool aliases(const Tensor& a, const Tensor& b) {
+  if (quantized_of(a) != nullptr || quantized_of(b) != nullptr) {
+    return quantized_of(a) == quantized_of(b);
+  }
   return a.defined() && b.defined() &&
          (a.is_same(b) || (a.has_storage() && b.has_storage() &&
                            a.storage().is_alias_of(b.storage()) && a.numel() > 0));
@@ -236,6 +247,8 @@ FuserBackwardResult GuestCalls::call_backward(const FusibleOperation& op, CtxLis
   return with_python([&] {
     const py::handle self = object_of(op);
     FuserBackwardResult out;
+    const Target before = ctxs[0]->grad_input_target();
+    if (before) const_cast<Quantizer*>(before.quantizer)->usage = before.usage;
     const std::string what = "[" + op.label() + "] a gradient";
     if (is_op_form(form_)) {
       const auto items =
@@ -264,48 +277,67 @@ FuserBackwardResult GuestCalls::call_backward(const FusibleOperation& op, CtxLis
   });
 }
 
-void GuestCalls::call_pre(const FusibleOperation& op, const char* method, const py::dict& kwargs) {
-  object_of(op).attr(method)(**kwargs);
-}
-
-QuantizerPtr GuestCalls::call_quantizer(const FusibleOperation& op, const char* method) {
-  if (!has_quantizers_) return nullptr;
-  return with_python([&]() -> QuantizerPtr {
-    py::object quantizer = object_of(op).attr(method)();
-    return quantizer.is_none() ? nullptr : std::make_shared<PythonQuantizer>(quantizer);
-  });
-}
-
 void GuestOperation::pre_first_fuser_forward() {
-  if (has_pre_forward_) with_python([&] { call_pre(*this, "pre_first_fuser_forward", {}); });
+  if (!methods_.pre_forward) return;
+  with_python([&] { object_of(*this).attr("pre_first_fuser_forward")(); });
 }
 
 void GuestOperation::pre_fuser_forward(bool requires_grad) {
-  if (!has_pre_forward_) return;
+  if (!methods_.pre_forward) return;
   with_python([&] {
-    py::dict kwargs;
-    kwargs["requires_grad"] = requires_grad;
-    call_pre(*this, "pre_fuser_forward", kwargs);
+    object_of(*this).attr("pre_fuser_forward")(py::arg("requires_grad") = requires_grad);
+  });
+}
+
+// None, where a recipe would give it a quantizer, means that nobody is to quantize for it.
+QuantizerPtr GuestOperation::ask_for_quantizer(const char* method) {
+  return with_python([&]() -> QuantizerPtr {
+    py::object quantizer = object_of(*this).attr(method)();
+    if (quantizer.is_none() && methods_.quantizer_roles) {
+      return std::make_shared<PythonQuantizer>(quantizer);
+    }
+    return quantizer_from(quantizer);
   });
 }
 
 QuantizerPtr GuestOperation::get_input_quantizer() {
-  return call_quantizer(*this, "get_input_quantizer");
+  return methods_.input_quantizer ? ask_for_quantizer("get_input_quantizer") : nullptr;
 }
 
 QuantizerPtr GuestOperation::get_grad_output_quantizer() {
-  return call_quantizer(*this, "get_grad_output_quantizer");
+  return methods_.grad_output_quantizer ? ask_for_quantizer("get_grad_output_quantizer") : nullptr;
+}
+
+std::vector<QuantizerRole> GuestOperation::ask_for_roles(const char* mode) const {
+  if (!methods_.quantizer_roles) return {};
+  return with_python([&] {
+    std::vector<QuantizerRole> roles;
+    for (const auto& role : object_of(*this).attr("_quantizer_roles")(mode)) {
+      roles.push_back(role_from(role));
+    }
+    return roles;
+  });
+}
+
+std::vector<QuantizerRole> GuestOperation::forward_quantizer_roles() const {
+  return ask_for_roles("forward");
+}
+
+std::vector<QuantizerRole> GuestOperation::backward_quantizer_roles() const {
+  return ask_for_roles("backward");
 }
 
 void bind_guests(py::module_& m) {
   py::class_<GuestOperation, BasicOperation, std::shared_ptr<GuestOperation>>(m, "GuestOperation")
-      .def(py::init([](std::string name, const std::string& form, bool has_pre_forward,
-                       bool has_quantizers) {
-             return std::make_shared<GuestOperation>(
-                 std::move(name),
-                 GuestCalls(form_from_string(form), has_pre_forward, has_quantizers));
+      .def(py::init([](std::string name, const std::string& form, bool pre_forward,
+                       bool input_quantizer, bool grad_output_quantizer, bool quantizer_roles) {
+             const GuestMethods methods{pre_forward, input_quantizer, grad_output_quantizer,
+                                        quantizer_roles};
+             return std::make_shared<GuestOperation>(std::move(name), form_from_string(form),
+                                                     methods);
            }),
-           py::arg("name"), py::arg("form"), py::arg("has_pre_forward"), py::arg("has_quantizers"))
+           py::arg("name"), py::arg("form"), py::arg("pre_forward"), py::arg("input_quantizer"),
+           py::arg("grad_output_quantizer"), py::arg("quantizer_roles"))
       .def("set_num_extra", &GuestOperation::set_num_extra);
   py::class_<GuestFusedOperation, FusibleOperation, std::shared_ptr<GuestFusedOperation>>(
       m, "GuestFusedOperation")

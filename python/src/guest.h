@@ -29,8 +29,7 @@ class PythonQuantizer : public Quantizer {
 /// The calls that basic and fused guests have in common.
 class GuestCalls {
  public:
-  GuestCalls(Form form, bool has_pre_forward, bool has_quantizers)
-      : form_(form), has_pre_forward_(has_pre_forward), has_quantizers_(has_quantizers) {}
+  explicit GuestCalls(Form form) : form_(form) {}
 
  protected:
   FuserForwardResult call_compute(const FusibleOperation& op, const Value& input, ArgsList args);
@@ -40,12 +39,16 @@ class GuestCalls {
                                   ArgsList args);
   FuserBackwardResult call_backward(const FusibleOperation& op, CtxList ctxs,
                                     const Value& grad_output, GradList grad_extra_outputs);
-  QuantizerPtr call_quantizer(const FusibleOperation& op, const char* method);
-  void call_pre(const FusibleOperation& op, const char* method, const py::dict& kwargs);
 
   Form form_;
-  bool has_pre_forward_;
-  bool has_quantizers_;
+};
+
+/// Which methods of a basic operation a Python class has changed, so that they have to be called.
+struct GuestMethods {
+  bool pre_forward = false;
+  bool input_quantizer = false;
+  bool grad_output_quantizer = false;
+  bool quantizer_roles = false;
 };
 
 /// A basic or fused operation whose passes are calls into Python.
@@ -75,7 +78,8 @@ class GuestOf : public Base, public GuestCalls {
 
 class GuestOperation : public GuestOf<BasicOperation> {
  public:
-  GuestOperation(std::string name, GuestCalls calls) : GuestOf(calls, std::move(name)) {}
+  GuestOperation(std::string name, Form form, GuestMethods methods)
+      : GuestOf(GuestCalls(form), std::move(name)), methods_(methods) {}
 
   size_t num_extra_inputs() const override { return num_extra_inputs_; }
   size_t num_extra_outputs() const override { return num_extra_outputs_; }
@@ -87,8 +91,14 @@ class GuestOperation : public GuestOf<BasicOperation> {
   void pre_fuser_forward(bool requires_grad) override;
   QuantizerPtr get_input_quantizer() override;
   QuantizerPtr get_grad_output_quantizer() override;
+  std::vector<QuantizerRole> forward_quantizer_roles() const override;
+  std::vector<QuantizerRole> backward_quantizer_roles() const override;
 
  private:
+  QuantizerPtr ask_for_quantizer(const char* method);
+  std::vector<QuantizerRole> ask_for_roles(const char* mode) const;
+
+  GuestMethods methods_;
   size_t num_extra_inputs_ = 0;
   size_t num_extra_outputs_ = 0;
 };
@@ -96,8 +106,7 @@ class GuestOperation : public GuestOf<BasicOperation> {
 class GuestFusedOperation : public GuestOf<FusedOperation> {
  public:
   GuestFusedOperation(std::string name, const OpList& ops, Form form, bool internal_channels)
-      : GuestOf(GuestCalls(form, false, false), std::move(name), ops),
-        internal_channels_(internal_channels) {}
+      : GuestOf(GuestCalls(form), std::move(name), ops), internal_channels_(internal_channels) {}
 
   bool handles_internal_channels() const override { return internal_channels_; }
 

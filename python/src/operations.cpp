@@ -8,6 +8,7 @@
 #include "ligature/fused/builtin_fusions.h"
 #include "ligature/fuser/builtin_scope.h"
 #include "ligature/ops/basic_linear.h"
+#include "ligature/quantization/autocast.h"
 
 namespace ligature::python {
 namespace {
@@ -16,6 +17,7 @@ namespace {
 struct DirectArgs {
   std::vector<Tensor> params;
   std::vector<Tensor> extra_inputs;
+  OpQuantizationPtr quantization;
   OpArgs args;
 
   DirectArgs(const BasicOperation& op, const py::handle& module, const Value& input,
@@ -27,6 +29,7 @@ struct DirectArgs {
     args.extra_inputs = extra_inputs;
     args.training = source.training();
     args.autocast_dtype = autocast_dtype(input.device());
+    quantize(module, input, ctx);
     if (ctx != nullptr && ctx->block != nullptr) {  // the fuser knows, of channels too
       if (requires_grad) args.requires_grad = ctx->requires_grad;
       return;
@@ -41,6 +44,20 @@ struct DirectArgs {
         args.requires_grad.extra_inputs |= uint64_t{1} << i;
       }
     }
+  }
+
+ private:
+  /// The quantizers that a fuser would give it: those of the operation that plans know.
+  void quantize(const py::handle& module, const Value& input, const OperationContext* ctx) {
+    if (ctx != nullptr && ctx->block != nullptr) {
+      quantization = ctx->quantization;
+    } else if (const RecipePtr recipe = autocast_state().active()) {
+      const auto twin = module.attr("_op").cast<std::shared_ptr<BasicOperation>>();
+      py::gil_scoped_release no_gil;
+      quantization = twin->quantization(recipe, input.device());
+    }
+    args.quantization = quantization.get();
+    args.calibrating = quantization != nullptr && !autocast_state().enabled;
   }
 };
 
@@ -84,6 +101,7 @@ void op_forward_save_ctx(BasicOperation& op, const py::handle& module, Operation
   Kept kept;
   for (const Tensor& t : unwrap_list(tensors, "a tensor to save")) kept.tensors.emplace_back(t);
   ctx.requires_grad = direct.args.requires_grad;
+  ctx.quantization = direct.quantization;
   if (requires_grad) op.op_forward_save_ctx(ctx, x, kept, direct.args);
 }
 
@@ -118,6 +136,7 @@ py::tuple fuser_forward(const OpPtr& op, const py::handle& modules, const py::ha
     direct.emplace_back(*basic_ops[i], module_list[i], x, contexts[i]->requires_grad.op,
                         extra_list[i], contexts[i]);
     contexts[i]->requires_grad = direct.back().args.requires_grad;
+    contexts[i]->quantization = direct.back().quantization;
     args.push_back(direct.back().args);
   }
   at::NoGradGuard no_grad;

@@ -81,7 +81,8 @@ py::object wrap(const Tensor& tensor) {
 }
 
 py::object wrap(const Value& value) {
-  return value.defined() ? wrap(value.dequantized()) : py::object(py::none());
+  if (!value.is_quantized() || value.identity().defined()) return wrap(value.identity());
+  return wrap(wrap_quantized(value.quantized()));
 }
 
 Tensor unwrap(const py::handle& object, const std::string& what) {

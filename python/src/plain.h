@@ -26,7 +26,7 @@ inline py::handle held(const std::shared_ptr<void>& holder) {
 }
 
 py::object wrap(const Tensor& tensor);  // None when undefined
-py::object wrap(const Value& value);
+py::object wrap(const Value& value);    // a QuantizedTensor when it is quantized
 /// Undefined for None; TypeError for anything but a tensor.
 Tensor unwrap(const py::handle& object, const std::string& what);
 std::vector<Tensor> unwrap_list(const py::handle& objects, const std::string& what);

@@ -3,6 +3,7 @@
 #include "registry.h"
 
 #include "bindings.h"
+#include "recipes.h"
 
 namespace ligature::python {
 namespace {
@@ -27,11 +28,13 @@ py::list python_list(const OpList& ops) {
 // A model written in C++ has no Python objects to show to the function; it is left as it is.
 FusionFunction make_function(std::string name, py::object function) {
   auto keep = hold(std::move(function));
-  auto apply = [keep, name](const OpList& ops, const PlanOptions&) -> OpList {
+  auto apply = [keep, name](const OpList& ops, const PlanOptions& options) -> OpList {
     return with_python([&]() -> OpList {
       if (!all_have_objects(ops)) return ops;
       py::list given = python_list(ops);
-      py::object result = held(keep)(given, py::arg("recipe") = py::none());
+      // While a recipe only looks on, what runs is in high precision.
+      const py::object recipe = python_of(options.calibrating ? nullptr : options.recipe);
+      py::object result = held(keep)(given, py::arg("recipe") = recipe);
       LIGATURE_CHECK_TYPE(py::isinstance<py::list>(result) || py::isinstance<py::tuple>(result),
                           "fusion '", name, "' must return a list of operations, got ",
                           py::str(py::type::of(result)).cast<std::string>());

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+from ..quantization.model_init import quantize_new_weight
 from .activation import (
     GEGLU,
     GELU,
@@ -46,6 +47,7 @@ __all__ = [
     "L2Normalization",
     "LayerNorm",
     "MakeExtraOutput",
+    "Quantize",
     "RMSNorm",
     "ReGLU",
     "ReLU",
@@ -165,11 +167,27 @@ class BasicLinear(_Part):
         )
         self._rng_state_tracker_function = rng_state_tracker_function
         self._register(device, dtype)
+        quantize_new_weight(self, self)
 
     def reset_parameters(self) -> None:
         tracker = self._rng_state_tracker_function
         with nullcontext() if tracker is None else tracker().fork():
             super().reset_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._adopt_weight()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._adopt_weight()
+
+    def _adopt_weight(self) -> None:
+        weight = self._parameters.get("weight")
+        if weight is not None:
+            self._handle.adopt_weight(weight)
 
     @property
     def _accumulate_into_main_grad(self) -> bool:
@@ -292,6 +310,20 @@ class ConstantScale(BuiltinOperation):
 
     def __init__(self, scale: float) -> None:
         super().__init__(scale=float(scale))
+
+
+class Quantize(BuiltinOperation):
+    """Its input in low precision, for an operation that comes after it, also in another container.
+
+    Args:
+        forward: quantize the value.
+        backward: quantize its gradient.
+
+    Without a recipe it does nothing.
+    """
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__(forward=forward, backward=backward)
 
 
 class _Branch(BuiltinOperation):

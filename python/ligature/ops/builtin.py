@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from .. import _C
+from ..quantization.roles import QuantizerRole
 from .op import BasicOperation, OperationContext, Tensors, _forward_form
 
 
@@ -74,6 +75,12 @@ class BuiltinOperation(BasicOperation):
         super().__setstate__(state)
         del self.__dict__["_options"]
 
+    def num_quantizers(self, mode: str) -> int:
+        return len(self._impl.quantizer_roles(mode))
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole] | None:
+        return self._impl.quantizer_roles(mode)
+
     def _register(self, device: Any, dtype: torch.dtype | None) -> None:
         """Makes the parameters that the C++ twin describes, and initializes them."""
         place = default_device(device)
@@ -87,7 +94,7 @@ class BuiltinOperation(BasicOperation):
         for name, _ in self._impl.parameters:
             parameter = self._parameters.get(name)
             if parameter is not None and parameter.device.type != "meta":
-                self._impl.initialize_parameter(name, parameter.detach())
+                initialize(self._impl, name, parameter)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{k}={v!r}" for k, v in self._impl.options().items() if v is not None)
@@ -140,6 +147,17 @@ class BuiltinOperation(BasicOperation):
         return _C.fuser_backward(
             self._impl, basic_op_ctxs, grad_output, basic_op_grad_extra_outputs
         )
+
+
+def initialize(impl: _C.BasicOperation, name: str, parameter: torch.nn.Parameter) -> None:
+    """Gives a parameter its initial values; a quantized one has them in its format."""
+    if _C.quantized_of(parameter) is None:
+        impl.initialize_parameter(name, parameter.detach())
+        return
+    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    impl.initialize_parameter(name, values)
+    with torch.no_grad():
+        parameter.copy_(values)
 
 
 def option(name: str, doc: str) -> Any:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from ..quantization.model_init import quantize_new_weight
 from .basic import BasicLinear, Bias, Device, check_tensor_parallel
-from .builtin import default_device
+from .builtin import default_device, initialize
 from .composite import CompositeMeta
 from .hooks import has_hooks
 from .op import BasicOperation, FusedOperation, drop_empty_state
@@ -65,6 +66,7 @@ class Linear(FusedOperation, metaclass=CompositeMeta):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+        quantize_new_weight(self, linear)
 
     def reset_parameters(self) -> None:
         """Initial values as those of ``torch.nn.Linear``."""
@@ -72,7 +74,7 @@ class Linear(FusedOperation, metaclass=CompositeMeta):
             return
         tracker = self._rng_state_tracker_function
         with torch.no_grad(), nullcontext() if tracker is None else tracker().fork():
-            self._parts[0]._handle.initialize_parameter("weight", self.weight.detach())
+            initialize(self._parts[0]._impl, "weight", self.weight)
             if self.bias is not None:
                 bound = 1 / math.sqrt(self.in_features)
                 self.bias.uniform_(-bound, bound)
@@ -116,6 +118,10 @@ class Linear(FusedOperation, metaclass=CompositeMeta):
         self._parts = (copy.copy(self._parts[0]), *map(copy.copy, self._parts[1:]))
         for part in self._parts:
             part._set_composite(self)
+        self._adopt_weight()
+
+    def _recipe_state_owner(self) -> BasicOperation | None:
+        return self._parts[0]
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -127,6 +133,12 @@ class Linear(FusedOperation, metaclass=CompositeMeta):
                 state_dict[f"{prefix}{name}"] = state_dict.pop(key)
             drop_empty_state(state_dict, f"{prefix}basic_ops.{index}.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._adopt_weight()
+
+    def _adopt_weight(self) -> None:
+        weight = self._parameters.get("weight")
+        if weight is not None:
+            self._parts[0]._handle.adopt_weight(weight)
 
     def extra_repr(self) -> str:
         return (

@@ -7,12 +7,14 @@ twin of a built-in operation computes by itself; that of one written in Python c
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from .. import _C
+from ..quantization import checkpointing
+from ..quantization.roles import QuantizerRole
 
 OperationContext = _C.OperationContext
 
@@ -94,17 +96,44 @@ class FusibleOperation(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return self._state()
 
+    def __copy__(self) -> FusibleOperation:
+        made = type(self).__new__(type(self))
+        made.__setstate__(self._state())
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FusibleOperation:
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self._state(), memo))
         return made
 
+    # -- checkpoints: recipe state and quantized parameters are plain tensors there
+
+    def _recipe_state_owner(self) -> BasicOperation | None:
+        """The basic operation whose recipe state is kept below this module's name."""
+        return None
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        checkpointing.save(self, destination, prefix)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         drop_empty_state(state_dict, prefix)
+        entries = checkpointing.Entries(self, state_dict, prefix)
+        for key in entries.keys:
+            del state_dict[key]
+        state_dict.update(entries.parameters)
+        entries.apply_state(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As torch's. What an operation cannot take is refused before anything is changed."""
+        checkpointing.check(self, state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
 
     # -- an operation by itself
 
@@ -163,14 +192,15 @@ class BasicOperation(FusibleOperation):
     def _make_twin(self) -> None:
         cls = type(self)
         overrides = lambda *names: any(  # noqa: E731
-            getattr(cls, name) is not getattr(FusibleOperation, name) for name in names
+            getattr(cls, name) is not getattr(BasicOperation, name) for name in names
         )
         self._op = _C.GuestOperation(
             name=cls.__name__,
             form=self._guest_form(),
-            has_pre_forward=overrides("pre_first_fuser_forward", "pre_fuser_forward"),
-            has_quantizers=overrides("get_input_quantizer", "get_grad_output_quantizer")
-            or cls.num_quantizers is not BasicOperation.num_quantizers,
+            pre_forward=overrides("pre_first_fuser_forward", "pre_fuser_forward"),
+            input_quantizer=overrides("get_input_quantizer", "get_quantizer"),
+            grad_output_quantizer=overrides("get_grad_output_quantizer", "get_quantizer"),
+            quantizer_roles=overrides("num_quantizers"),
         )
         self._op.bind(self)
 
@@ -203,13 +233,24 @@ class BasicOperation(FusibleOperation):
                 for i in range(op.num_extra_outputs)
             ],
         )
+        state["_recipe_states"] = op.recipe_states()
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self._state()  # a function that has no name elsewhere cannot be pickled
+        states = state["_recipe_states"]
+        state["_recipe_states"] = [item for item in states if item[0]._can_be_described()]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         inputs, outputs = state.pop("_channels")
+        recipe_states = state.pop("_recipe_states", ())
         super().__setstate__(state)
         self._make_twin()
+        for recipe, forward, backward in recipe_states:
+            device = next(item[0].device for item in (*forward, *backward) if item)
+            self._handle.load_recipe_state(recipe._native, device, forward, backward)
         for i, name in enumerate(inputs):
             if name:
                 self.set_extra_input_channel(i, name)
@@ -220,19 +261,52 @@ class BasicOperation(FusibleOperation):
     # -- quantizers
 
     def num_quantizers(self, mode: str) -> int:
-        """How many tensors it quantizes in ``"forward"`` or ``"backward"``."""
+        """How many tensors it quantizes in ``"forward"`` or ``"backward"``.
+
+        An operation written in Python that overrides this gets that many from each recipe. The
+        first of forward is for its input, the first of backward for its output's gradient.
+        """
         return 0
 
     def get_quantizer(self, mode: str, index: int) -> Any:
-        """A quantizer of its own, or None without a recipe."""
-        return None
+        """One of its quantizers: of the recipe that computes now, else of the one used last.
 
-    def get_quantizer_roles(self, mode: str) -> list[Any] | None:
-        """What each of its quantizers is for, or None."""
+        None before it was used with any, and where the recipe wants high precision.
+        """
+        if self.num_quantizers(mode) == 0:
+            return None
+        return self._handle.quantizer(mode, index, self._quantizer_device())
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole] | None:
+        """What each of its quantizers is for; None stands for input, weight and grad_output."""
         return None
 
     def reset_recipe_state(self, *, recipe: Any) -> None:
-        """Makes its quantizers anew for a recipe."""
+        """Begins anew with a recipe: factors of 1, no history. Other recipes' states stay."""
+        if recipe is not None:
+            self._handle.reset_recipe_state(recipe._native, self._quantizer_device())
+
+    def _recipe_state_owner(self) -> BasicOperation | None:
+        return self
+
+    def _quantizer_device(self) -> torch.device:
+        parameter = next(self._parameter_owner.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    def _quantizer_roles(self, mode: str) -> list[QuantizerRole]:
+        count = self.num_quantizers(mode)
+        roles = self.get_quantizer_roles(mode)
+        name = type(self).__name__
+        if roles is None:
+            kinds = ["input", "weight"] if mode == "forward" else []
+            kinds += [kinds[0] if kinds else "grad_output"] * count
+            roles = [QuantizerRole(name, kind, name) for kind in kinds[:count]]
+        if len(roles) != count:
+            raise ValueError(
+                f"[{name}] get_quantizer_roles({mode!r}) must give {count} roles, as "
+                f"num_quantizers says, got {len(roles)}"
+            )
+        return list(roles)
 
     def get_input_quantizer(self) -> Any:
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") > 0 else None

@@ -10,6 +10,7 @@ import torch
 
 from .. import _C
 from ..explanation import Explanation, example_tensors, strict, strict_names
+from ..quantization import checkpointing
 from .builtin import default_device
 from .explainer import Explainer, explain_last
 from .fuser import OperationFuser
@@ -184,6 +185,13 @@ class Sequential(torch.nn.Module):
         state = dict(self.__dict__)
         state.update(_module_groups=None, _groups=[], _watch=None, _watched=(), _only=None)
         return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As torch's. What an operation cannot take is refused before anything is changed."""
+        checkpointing.check(self, state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
 
     # -- grouping
 

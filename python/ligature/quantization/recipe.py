@@ -1,0 +1,353 @@
+"""Recipes: which tensor is computed with in which format.
+
+Fields and defaults are those of Transformer Engine; no environment variable changes a default. A
+field that is set takes effect with the next call, also inside an open ``autocast``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from .recipe_base import (
+    ATTENTION,
+    BOOL,
+    FORMAT,
+    FUNCTION,
+    INT,
+    MAYBE_FUNCTION,
+    NAME_OR_FUNCTION,
+    NO_SPLIT,
+    PRODUCTS,
+    SPLIT,
+    STR,
+    Check,
+    Format,
+    MMParams,
+    QParams,
+    Recipe,
+    fp8_name,
+    function_key,
+)
+
+__all__ = [
+    "CustomRecipe",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "QParams",
+    "Recipe",
+]
+
+
+@dataclass(repr=False, eq=False)
+class DelayedScaling(Recipe):
+    """FP8 with one factor per tensor, chosen from the largest values of earlier steps.
+
+    The factor is ``fp8_max / amax / 2^margin``; an ``amax`` that is zero or not finite keeps the
+    old one. The history moves on when the outermost ``autocast`` ends and after each backward pass.
+
+    Args:
+        margin: halvings of the factor.
+        fp8_format: ``Format.E4M3``, ``E5M2`` or ``HYBRID``.
+        amax_history_len: how many steps are remembered.
+        amax_compute_algo: ``"max"``, ``"most_recent"``, or a function of the history, newest first,
+            of shape ``[amax_history_len, 1]``, that gives the value to scale by.
+        scaling_factor_compute_algo: ``f(amax, old_scale, fp8_max, recipe) -> new_scale`` instead of
+            the formula above.
+        reduce_amax: share the largest values with the other processes of the group.
+        fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[torch.Tensor], torch.Tensor] = "max"
+    scaling_factor_compute_algo: Callable[..., torch.Tensor] | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    _name: ClassVar[str] = "DelayedScaling"
+    _checks: ClassVar[dict[str, Check]] = {
+        "margin": INT,
+        "fp8_format": FORMAT,
+        "amax_history_len": INT,
+        "amax_compute_algo": NAME_OR_FUNCTION,
+        "scaling_factor_compute_algo": MAYBE_FUNCTION,
+        "reduce_amax": BOOL,
+        **ATTENTION,
+    }
+
+    def _options(self, values: dict[str, Any]) -> dict[str, Any]:
+        amax, scale = values["amax_compute_algo"], values["scaling_factor_compute_algo"]
+        options = {
+            "margin": values["margin"],
+            "fp8_format": fp8_name(self, values["fp8_format"]),
+            "amax_history_len": values["amax_history_len"],
+            "amax_compute_algo": amax if isinstance(amax, str) else "function",
+            "reduce_amax": values["reduce_amax"],
+            "functions_key": "",
+        }
+        keys = []
+        if not isinstance(amax, str):
+            options["amax_function"] = amax
+            keys.append(f"amax:{function_key(amax)}")
+        if scale is not None:
+            options["scale_function"] = scale
+            keys.append(f"scale:{function_key(scale)}")
+        options["functions_key"] = ";".join(keys)
+        return options
+
+
+@dataclass(repr=False, eq=False)
+class Float8CurrentScaling(Recipe):
+    """FP8 with one factor per tensor, from its own largest value: ``fp8_max / amax``.
+
+    Args:
+        fp8_format: ``Format.E4M3``, ``E5M2`` or ``HYBRID``.
+        use_power_2_scales: round the factor down to a power of two.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accepted; sums are in float32 here anyway.
+        fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+
+    ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight`` and ``fp8_quant_bwd_grad`` may be set to a
+    ``QParams(power_2_scale, amax_epsilon)`` of their own.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    use_power_2_scales: bool = False
+    fp8_gemm_fprop: MMParams = NO_SPLIT
+    fp8_gemm_dgrad: MMParams = SPLIT
+    fp8_gemm_wgrad: MMParams = SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    _name: ClassVar[str] = "Float8CurrentScaling"
+    _checks: ClassVar[dict[str, Check]] = {
+        "fp8_format": FORMAT,
+        "use_power_2_scales": BOOL,
+        **PRODUCTS,
+        **ATTENTION,
+    }
+    _params: ClassVar[tuple[str, ...]] = (
+        "fp8_quant_fwd_inp",
+        "fp8_quant_fwd_weight",
+        "fp8_quant_bwd_grad",
+    )
+
+    def _default_params(self, name: str) -> QParams:
+        return QParams(power_2_scale=self.use_power_2_scales)
+
+    def _options(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "fp8_format": fp8_name(self, values["fp8_format"]),
+            "use_power_2_scales": values["use_power_2_scales"],
+        }
+
+    def _param_options(self, params: QParams) -> dict[str, Any]:
+        return {
+            "power_of_2_scales": bool(params.power_2_scale),
+            "amax_epsilon": float(params.amax_epsilon),
+        }
+
+
+@dataclass(repr=False, eq=False)
+class Float8BlockScaling(Recipe):
+    """FP8 with a factor per block of 1x128, or of 128x128.
+
+    Args:
+        fp8_format: ``Format.E4M3``, ``E5M2`` or ``HYBRID``.
+        use_f32_scales: any float as a factor, not only powers of two.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 for 1x128, 2 for
+            128x128, of the input, the weight and the output's gradient.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accepted; sums are in float32 here anyway.
+        fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+
+    ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight`` and ``fp8_quant_bwd_grad`` may be set to a
+    ``QParams(power_2_scale, amax_epsilon)`` of their own.
+    """
+
+    fp8_format: Format = Format.E4M3
+    use_f32_scales: bool = False
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = SPLIT
+    fp8_gemm_dgrad: MMParams = SPLIT
+    fp8_gemm_wgrad: MMParams = SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    _name: ClassVar[str] = "Float8BlockScaling"
+    _checks: ClassVar[dict[str, Check]] = {
+        "fp8_format": FORMAT,
+        "use_f32_scales": BOOL,
+        "x_block_scaling_dim": INT,
+        "w_block_scaling_dim": INT,
+        "grad_block_scaling_dim": INT,
+        **PRODUCTS,
+        **ATTENTION,
+    }
+    _params: ClassVar[tuple[str, ...]] = Float8CurrentScaling._params
+
+    def _default_params(self, name: str) -> QParams:
+        return QParams(power_2_scale=not self.use_f32_scales)
+
+    def _options(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "fp8_format": fp8_name(self, values["fp8_format"]),
+            "use_f32_scales": values["use_f32_scales"],
+            "x_block_scaling_dim": values["x_block_scaling_dim"],
+            "w_block_scaling_dim": values["w_block_scaling_dim"],
+            "grad_block_scaling_dim": values["grad_block_scaling_dim"],
+        }
+
+    def _param_options(self, params: QParams) -> dict[str, Any]:
+        return {
+            "power_of_2_scales": bool(params.power_2_scale),
+            "amax_epsilon": float(params.amax_epsilon),
+        }
+
+
+@dataclass(repr=False, eq=False)
+class MXFP8BlockScaling(Recipe):
+    """FP8 with a power of two per block of 32.
+
+    Args:
+        fp8_format: ``Format.E4M3``, ``E5M2`` or ``HYBRID``.
+        enable_2d_quantization: blocks of 32x32 for weights.
+        margin: accepted; it has no effect.
+        fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+    """
+
+    fp8_format: Format = Format.E4M3
+    enable_2d_quantization: bool = False
+    margin: int = 0
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    _name: ClassVar[str] = "MXFP8BlockScaling"
+    _checks: ClassVar[dict[str, Check]] = {
+        "fp8_format": FORMAT,
+        "enable_2d_quantization": BOOL,
+        "margin": INT,
+        **ATTENTION,
+    }
+
+    def _options(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "fp8_format": fp8_name(self, values["fp8_format"]),
+            "enable_2d_quantization": values["enable_2d_quantization"],
+        }
+
+
+@dataclass(repr=False, eq=False)
+class NVFP4BlockScaling(Recipe):
+    """FP4 with an E4M3 factor per block of 16 and a float factor above them.
+
+    Args:
+        disable_rht: no random Hadamard transform of what the weight's gradient is computed from.
+        disable_stochastic_rounding: round gradients to nearest.
+        disable_2d_quantization: blocks of 1x16 for weights, not 16x16.
+        row_scaled_activation: one upper factor per row of the input.
+        nvfp4_4over6: where the better of two block scales is sought: ``"none"``, ``"weights"``,
+            ``"activations"`` or ``"all"``.
+        nvfp4_4over6_err_mode: what better means: ``"MAE"`` or ``"MSE"``.
+        fp4_format: ``Format.E2M1``, the only one.
+        fp8_format: ``Format.E4M3``, that of the block scales, the only one.
+        fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+
+    ``fp4_quant_fwd_inp``, ``fp4_quant_fwd_weight`` and ``fp4_quant_bwd_grad`` may be set to a
+    ``QParams(random_hadamard_transform, stochastic_rounding, fp4_2d_quantization)`` of their own.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_err_mode: str = "MAE"
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    _name: ClassVar[str] = "NVFP4BlockScaling"
+    _checks: ClassVar[dict[str, Check]] = {
+        "disable_rht": BOOL,
+        "disable_stochastic_rounding": BOOL,
+        "disable_2d_quantization": BOOL,
+        "row_scaled_activation": BOOL,
+        "nvfp4_4over6": STR,
+        "nvfp4_4over6_err_mode": STR,
+        "fp4_format": FORMAT,
+        "fp8_format": FORMAT,
+        **ATTENTION,
+    }
+    _params: ClassVar[tuple[str, ...]] = (
+        "fp4_quant_fwd_inp",
+        "fp4_quant_fwd_weight",
+        "fp4_quant_bwd_grad",
+    )
+
+    def _default_params(self, name: str) -> QParams:
+        if name == "fp4_quant_fwd_weight":
+            return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+        gradient = name == "fp4_quant_bwd_grad"
+        return QParams(
+            random_hadamard_transform=not self.disable_rht,
+            stochastic_rounding=gradient and not self.disable_stochastic_rounding,
+        )
+
+    def _options(self, values: dict[str, Any]) -> dict[str, Any]:
+        for name, wanted in (("fp4_format", Format.E2M1), ("fp8_format", Format.E4M3)):
+            if values[name] is not wanted:
+                raise ValueError(
+                    f"[{type(self).__name__}] {name} must be Format.{wanted.name}, got "
+                    f"{values[name]}"
+                )
+        names = (
+            "disable_rht",
+            "disable_stochastic_rounding",
+            "disable_2d_quantization",
+            "row_scaled_activation",
+            "nvfp4_4over6",
+            "nvfp4_4over6_err_mode",
+        )
+        return {name: values[name] for name in names}
+
+    def _param_options(self, params: QParams) -> dict[str, Any]:
+        return {
+            "hadamard": bool(params.random_hadamard_transform),
+            "stochastic_rounding": bool(params.stochastic_rounding),
+            "block_2d": bool(params.fp4_2d_quantization),
+        }
+
+
+@dataclass(repr=False, eq=False)
+class CustomRecipe(Recipe):
+    """A quantizer for each tensor from a function of the user's.
+
+    Args:
+        qfactory: given a :class:`QuantizerRole`, makes a quantizer, or returns None for high
+            precision. It is called once per operation and role.
+        fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+    """
+
+    qfactory: Callable[..., Any]
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    _name: ClassVar[str] = "CustomRecipe"
+    _checks: ClassVar[dict[str, Check]] = {"qfactory": FUNCTION, **ATTENTION}
+
+    def _options(self, values: dict[str, Any]) -> dict[str, Any]:
+        factory = values["qfactory"]
+        return {"qfactory": factory, "factory_key": function_key(factory)}
