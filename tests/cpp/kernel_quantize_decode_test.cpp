@@ -82,14 +82,21 @@ TEST(DequantizeTest, DequantizeEveryCodeAndScale) {
                      at::full({1}, 3.0f)};
   const auto compare = [](const QuantizedMatrix& q, const Format& format, int64_t columns) {
     for (const bool operand : {false, true}) {
-      const auto wanted = plain::values(q, format, columns, operand);
-      const Tensor got = operand ? kernels::expand(q, format, columns, at::kFloat)
-                                 : kernels::dequantize(q, format, columns, at::kFloat);
-      expect_equal(bits(to_vector<float>(got)), bits(wanted), describe(format));
+      const Tensor wanted = at::tensor(plain::values(q, format, columns, operand));
+      for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+        const Tensor got = operand ? kernels::expand(q, format, columns, dtype)
+                                   : kernels::dequantize(q, format, columns, dtype);
+        expect_equal(bits(to_vector<float>(got.to(at::kFloat))),
+                     bits(to_vector<float>(wanted.to(dtype).to(at::kFloat))), describe(format));
+      }
     }
   };
   for (const Element element : {Element::E4M3, Element::E5M2}) {
     compare(mx, {.scaling = Scaling::MX, .element = element}, 256);
+    QuantizedMatrix finite = mx;
+    finite.data = at::where((codes & 0x7f) >= (element == Element::E4M3 ? 0x7f : 0x7c),
+                            at::zeros_like(codes), codes);
+    compare(finite, {.scaling = Scaling::MX, .element = element}, 256);
   }
   compare(nv, {.scaling = Scaling::NV, .element = Element::E2M1}, 512);
 }

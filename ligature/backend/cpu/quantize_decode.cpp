@@ -119,13 +119,14 @@ template <Rounding rounding, typename T>
 LIGATURE_WIDE_SIMD void decode_fp4_row(const uint8_t* packed, int64_t n, const float* scales,
                                        float upper, T* out) {
   constexpr int64_t size = 16;
+  const int64_t pairs = n / 2;
   float each[kColumns / 2];
-  for (int64_t i = 0; i < n / 2; i += size / 2) {
+  for (int64_t i = 0; i < pairs; i += size / 2) {
     const float one = scales[2 * i / size];
     for (int64_t j = 0; j < size / 2; ++j) each[i + j] = one;
   }
 #pragma GCC ivdep
-  for (int64_t i = 0; i < n / 2; ++i) {
+  for (int64_t i = 0; i < pairs; ++i) {
     const int32_t both = packed[i];
     const int32_t first = plain_magnitude<Element::E2M1>((both & 7) << 22);
     const int32_t second = plain_magnitude<Element::E2M1>((both & 0x70) << 18);
