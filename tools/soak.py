@@ -72,7 +72,7 @@ def work(pipe: Connection, args: argparse.Namespace, numbers: range) -> None:
     pipelines, check, data = load()
     for number in numbers:
         pipe.send(("start", number, None))
-        case = pipelines.numbered_case(args.seed, number)
+        case = pipelines.numbered_case(args.seed, number, args.recipes)
         try:
             fused = run_case(check, case, args.device)
         except check.TooLargeError:
@@ -130,8 +130,9 @@ def report(args: argparse.Namespace, number: int, details: tuple[str, str, str])
     print(f"\nCase {number} of seed {args.seed} fails: {error}\n\n{case}\n")
     if smaller != case:
         print(f"A smaller one that fails the same way:\n\n{smaller}\n")
-    device = "" if args.device == "cpu" else f" --device {args.device}"
-    again = f'make soak ARGS="--seed {args.seed} --case {number}{device}"'
+    options = "" if args.device == "cpu" else f" --device {args.device}"
+    options += " --recipes" if args.recipes else ""
+    again = f'make soak ARGS="--seed {args.seed} --case {number}{options}"'
     print(f"Run it again:\n  {again}\n", flush=True)
 
 
@@ -169,7 +170,7 @@ def soak(args: argparse.Namespace) -> int:
                 if process.exitcode:
                     progress.done += 1
                     counts["failed"] += 1
-                    case = repr(load()[0].numbered_case(args.seed, current))
+                    case = repr(load()[0].numbered_case(args.seed, current, args.recipes))
                     failed(current, (f"the process ended with {process.exitcode}", case, case))
                     start(range(current + numbers.step, args.cases, numbers.step))
                 continue
@@ -201,7 +202,7 @@ def soak(args: argparse.Namespace) -> int:
 def one(args: argparse.Namespace) -> int:
     """One case, in this process, with its traceback."""
     pipelines, check, _ = load()
-    case = pipelines.numbered_case(args.seed, args.case)
+    case = pipelines.numbered_case(args.seed, args.case, args.recipes)
     print(f"Case {args.case} of seed {args.seed}:\n\n{case}\n", flush=True)
     try:
         fused = run_case(check, case, args.device)
@@ -218,6 +219,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which sequence of cases (0)")
     parser.add_argument("--case", type=int, help="only this one, in this process")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--recipes", action="store_true", help="in low precision")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     args = parser.parse_args()
     if args.cases < 1 or args.jobs < 1:

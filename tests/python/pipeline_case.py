@@ -93,6 +93,7 @@ class Case(_Data):
     calls: tuple[Call, ...] = ()
     dtype: str = "float64"  # of the input
     autocast: str = ""
+    recipe: str = ""  # a name in quantized_reference
     recompute: str = "none"
     training: bool = True
     fuser: bool = False  # an OperationFuser instead of a Sequential

@@ -11,6 +11,8 @@ from pipeline_case import Op
 from pipeline_ops import GUESTS
 
 SIZES = (8, 4, 1, 2, 3, 5, 6, 7, 10, 12, 16, 18, 24, 33)
+#: Under a recipe: whole blocks, more than one, and parts of them.
+BLOCKS = (32, 16, 8, 20, 33, 48, 64, 130)
 ROWS = ((3,), (), (1,), (0,), (5,), (2, 3), (1, 4), (0, 2), (2, 0), (2, 1, 3), (66,))
 LAYOUTS = ("contiguous", "transposed", "every second", "offset", "expanded")
 PLAIN = ("", "contiguous")
@@ -31,8 +33,10 @@ BRANCHES = ("AddExtraInput", "MakeExtraOutput")
 class Draw:
     """Draws operations that fit what came before. Smaller draws make plainer operations."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, recipe: str = "") -> None:
         self.rng = rng
+        self.recipe = recipe
+        self.sizes = BLOCKS if recipe else SIZES
         self.tied: dict[int, tuple[Op, tuple[int, ...], str]] = {}
         self.channels = 0
 
@@ -74,7 +78,7 @@ class Draw:
         wide = self.shape[-1]
         kinds = ["linear", "norm", "smooth", "small", "relu"]
         kinds += ["gated", "gated", "scaled"] if self.degree <= 3 else ["norm", "norm"]
-        kinds += ["guest"]
+        kinds += ["guest", *["linear"] * (3 if self.recipe else 0)]
         kind = self.pick(kinds)
         if kind == "linear":
             return self.linear()
@@ -91,13 +95,14 @@ class Draw:
         return self.small()
 
     def cached(self) -> dict[str, Any]:
-        return {"cache_quantized_input": True} if self.chance(5) else {}
+        keeps = self.chance(5 if not self.recipe else 12)
+        return {"cache_quantized_input": True} if keeps and self.dtype != "float64" else {}
 
     def linear(self, out_features: int | None = None, **given: Any) -> Op:
         dtype = self.parameter_dtype()
         options = {
             "in_features": self.shape[-1],
-            "out_features": out_features or self.pick(SIZES),
+            "out_features": out_features or self.pick(self.sizes),
             "dtype": dtype,
         }
         self.shape = (*self.shape[:-1], options["out_features"])
@@ -130,12 +135,12 @@ class Draw:
         wide = self.shape[-1]
         names = GATED if kind == "gated" else SCALED if wide % 2 == 0 else ("ScaledSReLU",)
         name = self.pick(names)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = self.cached() if kind == "gated" else {}
         if name in ("ClampedSwiGLU", "ScaledClampedQGeGLU"):
-            options = {"limit": self.pick((7.0, 0.5, 1.5)), "alpha": self.pick((1.702, 0.5))}
+            options |= {"limit": self.pick((7.0, 0.5, 1.5)), "alpha": self.pick((1.702, 0.5))}
             options["glu_linear_offset"] = self.pick((1.0, 0.0, -0.5))
         elif name in ("SiTUGLU", "ScaledSiTUGLU"):
-            options = {"beta1": self.pick((4.0, 1.0)), "beta2": self.pick((25.0, 2.0))}
+            options |= {"beta1": self.pick((4.0, 1.0)), "beta2": self.pick((25.0, 2.0))}
         if name in ("SwiGLU", "ClampedSwiGLU", "SiTUGLU", *SCALED) and name != "ScaledSReLU":
             blocks = [n for n in (1, 2, 3, 4) if wide % (2 * n) == 0]
             if self.chance(30):
@@ -147,7 +152,9 @@ class Draw:
         return self.op(name, options, takes=channel, extra=extra)
 
     def small(self) -> Op:
-        kind = self.pick(("ConstantScale", "Bias", "Identity", "Dropout", "Reshape"))
+        kind = self.pick(("ConstantScale", "Bias", "Identity", "Dropout", "Reshape", "Quantize"))
+        if kind == "Quantize":
+            return self.quantize()
         if kind == "ConstantScale":
             return self.op(kind, {"scale": self.pick((0.5, -1.5, 1.0, 0.0))})
         if kind == "Bias":
@@ -157,6 +164,13 @@ class Draw:
         if kind == "Reshape":
             return self.reshape()
         return self.op(kind)
+
+    def quantize(self) -> Op:
+        """Hooks would hand what it makes from fuser to fuser, in another format than inside one."""
+        if self.hooked and self.recipe:
+            return self.op("Identity")
+        options = {"backward": True} if self.chance(40) else {}
+        return self.op("Quantize", options | ({"forward": False} if self.chance(20) else {}))
 
     def reshape(self) -> Op:
         wide = self.shape[-1]

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from ligature.common.recipe import Recipe
 from pipeline_case import Op
 from pipeline_ops import GUESTS
+from quantized_reference import LinearRecipe, cached_input, keeps_fp8, rounded_through
 from reference import Reference, l2_normalization, layer_norm, rms_norm, split_glu
 
 import ligature as te
@@ -42,11 +44,16 @@ class _Round(torch.autograd.Function):
 
 
 class Rounding:
-    """Disturbs values as a rounding to their dtype may; ``side`` is where values at a kink go."""
+    """Disturbs values as a rounding to their dtype may; ``side`` is where values at a kink go.
 
-    def __init__(self, seed: int, side: int | None) -> None:
+    ``width``: by so many roundings in float32, and by as many of the largest value. Under a recipe
+    a product has that error of its own, as what was off before is rounded away.
+    """
+
+    def __init__(self, seed: int, side: int | None, width: float = 0.0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.side = side
+        self.width = width
 
     def uniform(self, x: Tensor) -> Tensor:
         noise = torch.rand(x.shape, generator=self.generator, dtype=torch.float64, device="cpu")
@@ -55,9 +62,12 @@ class Rounding:
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         info = torch.finfo(dtype)
         least = info.smallest_normal * info.eps
+        width = self.width if self.width and dtype == torch.float32 else 1.0
 
         def noise(value: Tensor) -> Tensor:
-            moved = value * (1 + info.eps / 2 * self.uniform(value))
+            moved = value * (1 + width * info.eps / 2 * self.uniform(value))
+            if self.width and value.numel():
+                moved = moved + self.width * 2**-24 * value.abs().max() * self.uniform(value)
             return moved + torch.where(value == 0, 0.0, least * self.uniform(value))
 
         return _Round.apply(x, noise)
@@ -98,8 +108,11 @@ class PipelineReference(Reference):
         autocast: torch.dtype | None,
         rounding: Rounding | None = None,
         exact: PipelineReference | None = None,
+        recipe: Recipe | None = None,
     ) -> None:
         super().__init__(model)
+        self.recipe = recipe
+        self.linears: dict[int, LinearRecipe] = {}
         self.data = data
         self.autocast = autocast
         self.rounding = rounding
@@ -197,11 +210,38 @@ class PipelineReference(Reference):
             return self._cast(self.dtype)
         return self.dtype
 
+    def end_forward(self) -> None:
+        for linear in self.linears.values():
+            linear.update("input", "weight")
+
+    def end_backward(self) -> None:
+        for linear in self.linears.values():
+            linear.update("grad_output")
+
+    def _quantized(self, module: Any, x: Tensor) -> Tensor:
+        """A linear under a recipe: its operands are rounded to their formats."""
+        dtype = self._dtype_after(module)
+        linear = self.linears.setdefault(id(module), LinearRecipe(self.recipe))
+        if self.rounding is not None:
+            x = self.rounding(x, dtype)
+        y = linear.product(x, Reference._parameter(self, module.weight), dtype)
+        if self.rounding is not None:
+            y = self.rounding(y, dtype)
+        bias = self._parameter(getattr(module, "bias", None))
+        return y if bias is None else y + bias
+
     def _apply(self, module: torch.nn.Module, x: Tensor) -> Tensor:
         if isinstance(module, torch.nn.Softsign):
             return x / (1 + x.abs())
         if isinstance(module, (torch.nn.Identity, torch.nn.Dropout)):
             return x
+        if isinstance(module, te.ops.Quantize):
+            return x if self.recipe is None else rounded_through(module, x, self.recipe)
+        if self.recipe is not None and isinstance(module, (te.ops.Linear, te.ops.BasicLinear)):
+            return self._quantized(module, x)
+        if keeps_fp8(module):
+            plain = super()._apply
+            return cached_input(lambda v: plain(module, v), x, self.dtype)
         if self.rounding is None:
             return super()._apply(module, x)
         inside = torch.promote_types(self.dtype, torch.float32)

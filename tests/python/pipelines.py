@@ -13,8 +13,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 from pipeline_case import Call, Case, Fuse, Nest, Op, every_op
-from pipeline_draw import BRANCHES, DTYPES, HOOKS, LAYOUTS, ROWS, SCALED, SIZES, SMOOTH, VIEWS, Draw
+from pipeline_draw import BRANCHES, DTYPES, HOOKS, LAYOUTS, ROWS, SCALED, SMOOTH, VIEWS, Draw
 from pipeline_ops import GUESTS, LINEAR_SILU
+from quantized_reference import RECIPES
 
 
 class _Maker(Draw):
@@ -23,12 +24,13 @@ class _Maker(Draw):
     # -- the whole
 
     def case(self) -> Case:
-        base = self.pick(("float64",) * 4 + ("float32",) * 3 + ("bfloat16",) * 2 + ("float16",))
+        wide = ("float32",) * 5 if self.recipe else ("float64",) * 4 + ("float32",) * 3
+        base = self.pick((*wide, *("bfloat16",) * 2, "float16"))
         self.mixed = self.chance(25)
-        self.dtypes = DTYPES if self.mixed else (base,)
+        self.dtypes = (DTYPES[1:] if self.recipe else DTYPES) if self.mixed else (base,)
         autocast = self.pick(("bfloat16", "float16")) if self.chance(15) else ""
         self.autocast = autocast
-        rows, features = self.pick(ROWS), self.pick(SIZES)
+        rows, features = self.pick(ROWS), self.pick(self.sizes)
         self.shape = (*rows, features)
         self.dtype = base
         self.training = not self.chance(20)
@@ -44,6 +46,7 @@ class _Maker(Draw):
             calls=calls,
             dtype=base,
             autocast=autocast,
+            recipe=self.recipe,
             recompute="cheap" if self.chance(40) else "none",
             training=self.training,
             fuser=flat and not any(op.hooks for op in ops) and self.chance(20),
@@ -72,8 +75,11 @@ class _Maker(Draw):
                     grad_layout=self.pick(LAYOUTS) if self.chance(30) else "contiguous",
                 )
             )
-        if self.main_grad:
+        if self.main_grad or self.recipe:
             calls = [replace(c, backward=c.backward.replace("some", "once")) for c in calls]
+        if self.recipe:
+            # Zeros that flow into a part would draw random numbers there.
+            calls = [replace(c, unused=()) for c in calls]
         return tuple(calls)
 
     # -- operations
@@ -207,7 +213,7 @@ class _Maker(Draw):
     def torch_module(self) -> Op:
         kind = self.pick(("torch.Linear", "torch.Softsign", "torch.Identity", "torch.Dropout"))
         if kind == "torch.Linear":
-            size = self.pick(SIZES)
+            size = self.pick(self.sizes)
             options = {"in_features": self.shape[-1], "out_features": size, "dtype": self.dtype}
             self.shape = (*self.shape[:-1], size)
             return self.op(kind, options)
@@ -257,6 +263,7 @@ class _Maker(Draw):
             if kind == "forward" and halves and self.chance(40):
                 style = "SplitPieces"
             plain = not (self.mixed or self.autocast or (self.main_grad and kind != "forward"))
+            plain = plain and not self.recipe  # those by hand compute in high precision
             if pattern == by_hand and plain:
                 style = LINEAR_SILU[kind]
             since = self.rng.randrange(calls) if self.chance(30) else 0
@@ -279,13 +286,16 @@ def _basic_names(ops: tuple[Any, ...]) -> list[str]:
     return max(runs, key=len)
 
 
-def random_case(rng: random.Random) -> Case:
-    return _Maker(rng).case()
+def random_case(rng: random.Random, recipes: bool = False) -> Case:
+    """``recipes``: a pipeline in low precision, with a drawn recipe."""
+    names = tuple(RECIPES)
+    return _Maker(rng, names[rng.randrange(len(names))] if recipes else "").case()
 
 
-def numbered_case(seed: int, number: int) -> Case:
+def numbered_case(seed: int, number: int, recipes: bool = False) -> Case:
     """Case ``number`` of a soak with this seed."""
-    return random_case(random.Random(f"{seed}:{number}"))
+    return random_case(random.Random(f"{seed}:{number}"), recipes)
 
 
 cases = st.randoms(use_true_random=False).map(random_case)
+recipe_cases = st.randoms(use_true_random=False).map(lambda rng: random_case(rng, recipes=True))

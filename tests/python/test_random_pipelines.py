@@ -7,14 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pipeline_check
 import pipeline_ops
 import pytest
+import quantized_reference
 import reference
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from pipeline_case import Call, Case, Fuse, Nest, Op, every_op, smaller
 from pipeline_check import TooLargeError, check
-from pipelines import cases, numbered_case
+from pipelines import cases, numbered_case, recipe_cases
+from quantized_reference import RECIPES
 
 import ligature as te
 from ligature import _C
@@ -53,6 +56,41 @@ def test_random_pipelines(case: Case) -> None:
         assume(False)
 
 
+@settings(
+    max_examples=50,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+)
+@given(case=recipe_cases)
+def test_random_pipelines_in_low_precision(case: Case) -> None:
+    try:
+        check(case)
+    except TooLargeError:
+        assume(False)
+
+
+def test_a_soak_in_low_precision() -> None:
+    fused: Counter[str] = Counter()
+    names: Counter[str] = Counter()
+    for number in range(60):
+        case = numbered_case(7, number, recipes=True)
+        names[case.recipe] += 1
+        try:
+            fused += check(case)
+        except TooLargeError:
+            pass
+        except Exception as error:
+            error.add_note(f"{case!r}\nmake soak ARGS='--seed 7 --recipes --case {number}'")
+            raise
+    assert len(names) > len(RECIPES) - 4
+    assert {"ForwardLinearBiasActivation", "DenseMLP", "Pieces"} <= set(fused)
+    kinds = {op.kind for n in range(60) for op in every_op(numbered_case(7, n, recipes=True).ops)}
+    assert {"Quantize", "Linear", "BasicLinear"} <= kinds
+
+
 def test_a_soak_and_what_it_covers() -> None:
     fused: Counter[str] = Counter()
     left_out = 0
@@ -78,7 +116,7 @@ def test_a_soak_and_what_it_covers() -> None:
 
 def test_a_case_prints_as_the_python_that_makes_it() -> None:
     for number in range(50):
-        case = numbered_case(1, number)
+        case = numbered_case(1, number, recipes=number % 2 == 1)
         assert eval(repr(case)) == case
     assert numbered_case(1, 3) == numbered_case(1, 3) != numbered_case(2, 3)
 
@@ -141,6 +179,27 @@ FOUND: dict[str, Case] = {
         ops=(Op("BasicLinear", {**LINEAR, "accumulate_into_main_grad": True}), Op("SiLU")),
         calls=(CALL, replace(CALL, seed=2)),
         fusions=(Fuse("forward", ("BasicLinear", "SiLU"), "FilledLinearSiLU"),),
+    ),
+}
+
+
+FLOAT = {"in_features": 32, "out_features": 32, "bias": False, "dtype": "float32"}
+FLOATS = Case(calls=(replace(CALL, shape=(5, 32)),), dtype="float32")
+FOUND |= {
+    "factors of delayed scaling that began without gradients": replace(
+        FLOATS,
+        ops=(Op("Linear", FLOAT),),
+        calls=(replace(CALL, shape=(5, 32), mode="inference"), *FLOATS.calls),
+        recipe="delayed",
+    ),
+    "a quantized weight that was made without gradients": replace(
+        FLOATS,
+        ops=(Op("Linear", FLOAT),),
+        calls=(replace(CALL, shape=(5, 32), mode="inference"), *FLOATS.calls),
+        recipe="block",
+    ),
+    "a gradient that is scaled before it is quantized": replace(
+        FLOATS, ops=(Op("Linear", FLOAT), Op("ConstantScale", {"scale": -1.5})), recipe="mxfp8"
     ),
 }
 
@@ -260,10 +319,36 @@ def test_a_wrong_fusion_is_caught_in_low_precision(
         check(mutant_case(dtype))
 
 
-def first_difference(count: int) -> str:
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("mutant", [WrongGradient, WrongOutput])
+def test_a_wrong_fusion_is_caught_under_a_recipe(name: str, mutant: type, monkeypatch: Any) -> None:
+    """By the reference in float64, and by what is not fused."""
+    case = replace(mutant_case("float32"), recipe=name)
+    monkeypatch.setitem(pipeline_ops.STYLES, "Mutant", pipeline_ops.Pieces)
+    check(case)
+    monkeypatch.setattr(mutant, "error", 1e-2)
+    monkeypatch.setitem(pipeline_ops.STYLES, "Mutant", mutant)
+    with pytest.raises(AssertionError, match=r"where .* is allowed"):
+        check(case)
+    monkeypatch.setattr(pipeline_check, "has_quantize", lambda case: True)
+    with pytest.raises(AssertionError, match=r"unfused.*where .* is allowed"):
+        check(case)
+
+
+@pytest.mark.parametrize("orientation", ["rowwise", "columnwise"])
+def test_random_cases_tell_a_wrong_format(orientation: str, monkeypatch: Any) -> None:
+    """Block scales that are a little off, in the reference."""
+    right = getattr(quantized_reference, orientation)
+    monkeypatch.setattr(
+        quantized_reference, orientation, lambda *args, **kwargs: 1.01 * right(*args, **kwargs)
+    )
+    assert first_difference(20, recipes=True)
+
+
+def first_difference(count: int, recipes: bool = False) -> str:
     for number in range(count):
         try:
-            check(numbered_case(3, number))
+            check(numbered_case(3, number, recipes))
         except TooLargeError:
             pass
         except AssertionError as error:
