@@ -1,19 +1,19 @@
 """Times Ligature against plain PyTorch in the same run: interleaved, medians, ratios.
 
-Below 1.00 Ligature is faster. The block is LayerNorm, Linear(h, f), SwiGLU, Linear(f/2, h).
+Below 1.00 Ligature is faster. The block is LayerNorm, Linear(h, f), SwiGLU, Linear(f/2, h). On the
+CPU low precision follows: see low_precision.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
+import low_precision
 import torch
+from timing import cpu_name, forward_backward, interleaved
 from torch import nn
 
 import ligature as te
@@ -53,63 +53,10 @@ def forward(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> None:
         model(x)
 
 
-def forward_backward(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> None:
-    x.grad = None
-    for parameter in model.parameters():
-        parameter.grad = None
-    model(x).backward(dy)
-
-
-def interleaved(runs: list[Callable[[], None]], device: str, seconds: float) -> list[float]:
-    """Median seconds of each, measured in turns."""
-
-    def timed(run: Callable[[], None]) -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    for run in runs:
-        for _ in range(5):
-            run()
-    times: list[list[float]] = [[] for _ in runs]
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < 5:
-        for run, result in zip(runs, times, strict=True):
-            result.append(timed(run))
-    return [statistics.median(result) for result in times]
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as info:
-            for line in info:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=3.0, help="per line of the table")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_default_device(args.device)
-
-    where = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()
-    threads = torch.get_num_threads()
-    if not args.json:
-        print(f"{where}, {threads} threads, torch {torch.__version__}, Ligature {te.__version__}")
-        print(f"{'block':<28}{'pass':<10}{'PyTorch µs':>12}{'Ligature µs':>12}{'ratio':>8}")
+def blocks(device: str, seconds: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for t, h, f in SHAPES[args.device]:
+    tell(f"{'block':<28}{'pass':<10}{'PyTorch µs':>12}{'Ligature µs':>12}{'ratio':>8}")
+    for t, h, f in SHAPES[device]:
         for dtype in (torch.float32, torch.bfloat16):
             for recompute in ("none", "cheap"):
                 plain, fused = make_blocks(h, f, dtype, recompute)
@@ -120,7 +67,7 @@ def main() -> None:
                     del passes["fwd"]
                 for name, run in passes.items():
                     runs = [lambda m=m, run=run, x=x, dy=dy: run(m, x, dy) for m in (plain, fused)]
-                    torch_s, ligature_s = interleaved(runs, args.device, args.seconds)
+                    torch_s, ligature_s = interleaved(runs, device, seconds)
                     block = f"T{t} h{h} f{f} {str(dtype)[6:]}"
                     title = name + (" rc" if recompute == "cheap" else "")
                     row = {
@@ -132,13 +79,34 @@ def main() -> None:
                         "ratio": ligature_s / torch_s,
                     }
                     rows.append(row)
-                    if not args.json:
-                        print(
-                            f"{block:<28}{title:<10}{row['torch_us']:>12.1f}"
-                            f"{row['ligature_us']:>12.1f}{row['ratio']:>8.2f}"
-                        )
+                    tell(
+                        f"{block:<28}{title:<10}{row['torch_us']:>12.1f}"
+                        f"{row['ligature_us']:>12.1f}{row['ratio']:>8.2f}"
+                    )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=3.0, help="per line of the table")
+    parser.add_argument("--part", choices=["all", "blocks", "low"], default="all")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_default_device(args.device)
+
+    where = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()
+    threads = torch.get_num_threads()
+    tell: Callable[[str], None] = (lambda text: None) if args.json else print
+    tell(f"{where}, {threads} threads, torch {torch.__version__}, Ligature {te.__version__}")
+    result: dict[str, Any] = {"machine": where, "threads": threads}
+    if args.part != "low":
+        result["rows"] = blocks(args.device, args.seconds, tell)
+    if args.part != "blocks" and args.device == "cpu":
+        result["low_precision"] = low_precision.measure(args.seconds / 2, tell)
     if args.json:
-        print(json.dumps({"machine": where, "threads": threads, "rows": rows}, indent=1))
+        print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ std::vector<Availability> format_list() {
       check_floating(name, meta);
       list.push_back({name, true, ""});
     } catch (const c10::Error&) {
-      list.push_back({name, false, "low precision: not in this version"});
+      list.push_back({name, false, "no input's dtype: low precision is what a recipe computes in"});
     }
   }
   return list;

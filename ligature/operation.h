@@ -166,9 +166,7 @@ class BasicOperation : public FusibleOperation {
   virtual std::vector<QuantizerRole> forward_quantizer_roles() const { return {}; }
   virtual std::vector<QuantizerRole> backward_quantizer_roles() const { return {}; }
   /// Which orientations of its input, and of its output's gradient, it computes with.
-  virtual Usage input_usage(const GradFlags& needs) const {
-    return {true, needs.op};
-  }
+  virtual Usage input_usage(const GradFlags& needs) const { return {true, needs.op}; }
   virtual Usage grad_output_usage(const GradFlags& needs) const {
     return {needs.input, needs.params != 0};
   }

@@ -1,29 +1,32 @@
-"""Trains one small language model twice, in plain PyTorch and with Ligature, and compares.
+"""Trains one small language model in plain PyTorch, with Ligature and in FP8, and compares.
 
 The text is examples/data/joined_letters.txt, the model a transformer that predicts its next letter.
-Both start from the same parameters and see the same batches, so their losses must agree. They take
-turns, so that their times can be compared. At the end stands a report, one HTML page.
+All start from the same parameters and see the same batches, so the losses of the first two must
+agree, and that in low precision must end near them. They take turns, so that their times can be
+compared. At the end stands a report, one HTML page.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import os
 import platform
 import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from measure import machine, saved_bytes, size
 from progress import Progress
-from report import Result, Run, html_report
+from report import LowPrecision, Result, Run, html_report
 from torch import nn
-from transformer import Model, make_pair
+from transformer import RECIPES, Model, low_precision, make_pair
 
 import ligature as te
 
@@ -38,6 +41,14 @@ TOLERANCES = {
     torch.float32: (1e-4, 0.01),
     torch.bfloat16: (0.02, 0.3),
     torch.float16: (0.02, 0.3),
+}
+# What the run in low precision is called, and how far from the other it may end.
+LOW_PRECISION = {
+    "delayed": ("FP8", 0.1),
+    "current": ("FP8", 0.1),
+    "block": ("FP8 blocks", 0.1),
+    "mxfp8": ("MXFP8", 0.1),
+    "nvfp4": ("NVFP4", 0.4),
 }
 
 
@@ -66,14 +77,6 @@ def device(text: str) -> torch.device:
         count = torch.cuda.device_count()
         raise argparse.ArgumentTypeError(f"torch sees {count} CUDA devices here, got {text!r}")
     return value
-
-
-def recipe(text: str) -> str:
-    if text != "none":
-        raise argparse.ArgumentTypeError(
-            f"low-precision recipes are not in this version; wanted none, got {text!r}"
-        )
-    return text
 
 
 def report_path(text: str) -> Path:
@@ -110,10 +113,8 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     )
     add(
         "--recipe",
-        type=recipe,
-        default="none",
-        metavar="none",
-        help="none: low-precision recipes are not in this version",
+        choices=RECIPES,
+        help="of the run in low precision; none: without it; default current, on a GPU none",
     )
     add(
         "--seed",
@@ -134,6 +135,11 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     args.dtype = getattr(torch, args.dtype)
     if args.dtype is torch.float16 and args.device.type == "cpu":
         parser.error("argument --dtype: float16 is for GPUs; on the CPU use float32 or bfloat16")
+    there, why_not = te.is_fp8_available(return_reason=True, device=args.device)
+    if args.recipe is None:
+        args.recipe = "current" if there else "none"
+    elif args.recipe != "none" and not there:
+        parser.error(f"argument --recipe: {why_not}")
     return args
 
 
@@ -143,21 +149,29 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
 class Trainer:
     """A model with its optimizer, and what it has done so far."""
 
-    def __init__(self, name: str, model: Model, args: argparse.Namespace) -> None:
+    def __init__(
+        self, name: str, model: Model, args: argparse.Namespace, recipe: str = "none"
+    ) -> None:
         self.run = Run(name)
         self.model = model
+        self.recipe = recipe
         self.steps = args.steps
-        self.autocast = lambda: torch.autocast(
-            args.device.type, dtype=args.dtype, enabled=args.dtype is not torch.float32
-        )
+        self.short = args.device.type, args.dtype
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=LEARNING_RATE, eps=1e-6, fused=True
         )
         self.scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype is torch.float16)
         self.saved = 0
 
+    @contextlib.contextmanager
+    def precision(self) -> Iterator[None]:
+        device, dtype = self.short
+        short = torch.autocast(device, dtype=dtype, enabled=dtype is not torch.float32)
+        with short, low_precision(self.recipe):
+            yield
+
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        with self.autocast():
+        with self.precision():
             logits = self.model(tokens[:, :-1])
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -203,23 +217,6 @@ def train(
 # -- measuring
 
 
-def saved_bytes(run: Callable[[], torch.Tensor], besides: list[torch.Tensor]) -> int:
-    """What autograd keeps between forward and backward, each storage counted once."""
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = run()
-    for tensor in besides:
-        sizes.pop(tensor.untyped_storage().data_ptr(), None)
-    del result
-    return sum(sizes.values())
-
-
 def mlp_figures(trainers: list[Trainer], seconds: float) -> tuple[list[float], list[int]]:
     """Milliseconds of forward and backward, and bytes saved, of each model's first MLP alone."""
     x = torch.randn(BATCH, CONTEXT, WIDTH, requires_grad=True)
@@ -232,7 +229,7 @@ def mlp_figures(trainers: list[Trainer], seconds: float) -> tuple[list[float], l
             mlp.zero_grad()
             x.grad = None
             start = time.perf_counter()
-            with trainer.autocast():
+            with trainer.precision():
                 y = mlp(x)
             y.backward(grad.to(y.dtype))
             if x.is_cuda:
@@ -241,7 +238,7 @@ def mlp_figures(trainers: list[Trainer], seconds: float) -> tuple[list[float], l
     saved = []
     for trainer in trainers:
         mlp = trainer.model.blocks[0].mlp
-        with trainer.autocast():
+        with trainer.precision():
             saved.append(saved_bytes(lambda mlp=mlp: mlp(x), [x, *mlp.parameters()]))
     return [statistics.median(result) for result in times], saved
 
@@ -252,21 +249,12 @@ def continued(trainer: Trainer, letters: list[str], seed: int, length: int = 320
     random = torch.Generator("cpu").manual_seed(seed)
     tokens = [letters.index(letter) for letter in PROMPT]
     for _ in range(length):
-        logits = trainer.model(torch.tensor([tokens[-CONTEXT:]]))[0, -1]
+        with low_precision(trainer.recipe):
+            logits = trainer.model(torch.tensor([tokens[-CONTEXT:]]))[0, -1]
         chances = (logits.double().cpu() / 0.5).softmax(-1)
         luck = torch.rand((), dtype=torch.float64, generator=random, device="cpu")
         tokens.append(min(int((chances.cumsum(-1) < luck).sum()), len(letters) - 1))
     return "".join(letters[token] for token in tokens[len(PROMPT) :])
-
-
-def machine(where: torch.device) -> str:
-    if where.type == "cuda":
-        return torch.cuda.get_device_name(where)
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
-        for line in info:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def describe(args: argparse.Namespace, model: Model, letters: int) -> dict[str, str]:
@@ -290,12 +278,8 @@ def describe(args: argparse.Namespace, model: Model, letters: int) -> dict[str, 
 # -- telling
 
 
-def size(count: float) -> str:
-    return f"{count / 2**20:.2f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
-
-
 def figures(trainers: list[Trainer], mlp_ms: list[float], mlp_saved: list[int]) -> list[Any]:
-    """What, of PyTorch, of Ligature, and the ratio, ready to be printed."""
+    """What, of PyTorch, and of each other run with its ratio to that, ready to be printed."""
     losses = [statistics.fmean(t.run.losses[-50:]) for t in trainers]
     rows = [
         ("loss, last 50 steps", losses, lambda value: f"{value:.4f}"),
@@ -304,24 +288,39 @@ def figures(trainers: list[Trainer], mlp_ms: list[float], mlp_saved: list[int]) 
         ("saved by the model", [t.saved for t in trainers], size),
         ("saved by one MLP", mlp_saved, size),
     ]
-    return [(what, form(a), form(b), f"{b / a:.2f}") for what, (a, b), form in rows]
+    table = []
+    for what, (first, *rest), form in rows:
+        others = [text for value in rest for text in (form(value), f"{value / first:.2f}")]
+        table.append((what, form(first), *others))
+    return table
+
+
+def formats(explanation: Any) -> str:
+    """What goes from step to step in forward: "float32, fp8 e4m3, float32"."""
+    steps = explanation.to_dict()["parts"][0]["forward"]
+    return ", ".join([steps[0]["input"]["dtype"], *(step["output"]["dtype"] for step in steps)])
 
 
 def print_losses(result: Result) -> None:
-    a, b = result.runs
+    a, b, *low = result.all_runs
     steps = len(a.losses)
-    print(f"\nLosses\n\n{'step':>8}{a.name:>12}{b.name:>12}{'difference':>14}")
+    names = f"{a.name:>12}{b.name:>12}{'difference':>14}" + "".join(f"{r.name:>12}" for r in low)
+    print(f"\nLosses\n\n{'step':>8}{names}")
     for i in sorted({1, *(round(steps * k / 6) for k in range(1, 7))} - {0}):
-        row = f"{a.losses[i - 1]:>12.4f}{b.losses[i - 1]:>12.4f}"
-        print(f"{i:>8}{row}{result.differences[i - 1]:>14.1e}")
+        row = f"{a.losses[i - 1]:>12.4f}{b.losses[i - 1]:>12.4f}{result.differences[i - 1]:>14.1e}"
+        print(f"{i:>8}{row}" + "".join(f"{r.losses[i - 1]:>12.4f}" for r in low))
 
 
 def print_figures(result: Result) -> None:
-    a, b = result.runs
-    print(f"\nFigures\n\n  {'':<26}{a.name:>12}{b.name:>12}{'ratio':>8}")
-    for what, plain, fused, ratio in result.figures:
-        print(f"  {what:<26}{plain:>12}{fused:>12}{ratio:>8}")
+    first, *rest = (run.name for run in result.all_runs)
+    names = f"{first:>12}" + "".join(f"{name:>12}{'ratio':>8}" for name in rest)
+    print(f"\nFigures\n\n  {'':<26}{names}")
+    for what, plain, *others in result.figures:
+        cells = "".join(f"{text:>{8 if i % 2 else 12}}" for i, text in enumerate(others))
+        print(f"  {what:<26}{plain:>12}{cells}")
     print(f"\n  fusions that fired: {', '.join(result.explanation.fusions) or 'none'}")
+    if result.low is not None:
+        print(f"  in {result.low.run.name}, from step to step: {result.low.formats}")
 
 
 def indented(text: str) -> str:
@@ -350,8 +349,12 @@ def main(arguments: list[str] | None = None) -> int:
         Trainer(name, model, args)
         for name, model in zip(("PyTorch", "Ligature"), models, strict=True)
     ]
+    low_name, low_limit = LOW_PRECISION.get(args.recipe, ("", 0.0))
+    if low_name:
+        trainers.append(Trainer(low_name, copy.deepcopy(models[1]), args, args.recipe))
     environment = describe(args, models[0], len(text))
-    say("One model, trained twice: in plain PyTorch and with Ligature.\n")
+    third = f", and again in {low_name}" if low_name else ""
+    say(f"One model, trained in plain PyTorch and with Ligature{third}.\n")
     for name, value in environment.items():
         say(f"  {name:<10} {value}")
 
@@ -362,7 +365,9 @@ def main(arguments: list[str] | None = None) -> int:
     explanation = models[1].blocks[0].mlp.explain()
     say(f"\nThe plan of one MLP\n\n{str(explanation).rstrip()}\n")
 
-    say("Training, PyTorch | Ligature")
+    low_plan = trainers[-1].model.blocks[0].mlp.explain()
+
+    say("Training, " + " | ".join(trainer.run.name for trainer in trainers))
     progress = Progress(args.steps, args.quiet)
     try:
         train(trainers, batch, starts, progress)
@@ -372,20 +377,24 @@ def main(arguments: list[str] | None = None) -> int:
     for trainer in trainers:
         trainer.run.sample = continued(trainer, letters, args.seed)
     runs = trainers[0].run, trainers[1].run
-    result = Result(runs, TOLERANCES[args.dtype], table, explanation, PROMPT, environment)
+    low = None
+    if low_name:
+        low = LowPrecision(trainers[2].run, args.recipe, low_limit, formats(low_plan), low_plan)
+    result = Result(runs, TOLERANCES[args.dtype], table, explanation, PROMPT, environment, low)
 
     if not args.quiet:
         print_losses(result)
         print_figures(result)
         print(f"\nWhat they write after {PROMPT!r}\n")
-        for run in runs:
+        for run in result.all_runs:
             print(f"  {run.name}\n{indented(PROMPT + run.sample)}")
         print(f"\n  {result.samples_alike}\n")
-    print(result.verdict)
+    for sentence in result.verdicts:
+        print(sentence)
     if args.report is not None:
         args.report.write_text(html_report(result), encoding="utf-8")
         print(f"Report: {args.report}")
-    return 0 if result.agree else 1
+    return 0 if result.good else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""The demo's report: one HTML page that needs nothing but itself.
-
-The charts are SVG from a few lines of arithmetic. Each is drawn twice, for a wide and for a narrow
-page, so that its letters keep their size; the style sheet shows the one that fits.
-"""
+"""The demo's report: one HTML page that needs nothing but itself."""
 
 from __future__ import annotations
 
@@ -14,22 +10,9 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-Reduce = Callable[[Sequence[float]], float]
+from charts import POINTS, Line, Reduce, chart, in_bins
 
-WIDE, NARROW = (760, 300), (380, 260)
-LEFT, RIGHT, TOP, BOTTOM = 46, 24, 34, 42
-POINTS = 150
 EARLY = 50
-SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-@dataclass
-class Line:
-    """A curve of a chart. ``kind`` is its class in the style sheet."""
-
-    name: str
-    kind: str
-    points: list[tuple[float, float]]  # step, value
 
 
 @dataclass
@@ -43,15 +26,31 @@ class Run:
 
 
 @dataclass
+class LowPrecision:
+    """The run in low precision, and how far from Ligature's own it may end."""
+
+    run: Run
+    recipe: str
+    limit: float  # of the mean loss of the last EARLY steps
+    formats: str  # of what goes from step to step
+    explanation: Any
+
+
+@dataclass
 class Result:
     """What the report tells. ``explanation`` is what ``explain()`` of an MLP returned."""
 
     runs: tuple[Run, Run]
     tolerances: tuple[float, float]  # of the losses of the first EARLY steps, and of all later ones
-    figures: list[tuple[str, str, str, str]]  # what, PyTorch, Ligature, ratio
+    figures: list[tuple[str, ...]]  # what, of PyTorch, and of each other run with its ratio
     explanation: Any
     prompt: str
     environment: dict[str, str]
+    low: LowPrecision | None = None
+
+    @property
+    def all_runs(self) -> list[Run]:
+        return [*self.runs, *([self.low.run] if self.low else [])]
 
     @property
     def differences(self) -> list[float]:
@@ -80,108 +79,44 @@ class Result:
         return f"The losses of the two runs {word}. They differ by at most {' and '.join(told)}."
 
     @property
+    def distance(self) -> float:
+        """How much higher the loss of the run in low precision ends."""
+        assert self.low is not None
+        ends = [statistics.fmean(run.losses[-EARLY:]) for run in (self.low.run, self.runs[1])]
+        return ends[0] - ends[1]
+
+    @property
+    def verdicts(self) -> list[str]:
+        told = [self.verdict]
+        if self.low is not None:
+            name, count = self.low.run.name, min(EARLY, len(self.low.run.losses))
+            told.append(
+                f"In {name} ({self.low.recipe}) the loss of the last {count} steps is "
+                f"{self.distance:+.4f} from that without (allowed {self.low.limit:g})."
+            )
+        return told
+
+    @property
+    def good(self) -> bool:
+        return self.agree and (self.low is None or abs(self.distance) <= self.low.limit)
+
+    @property
     def samples_alike(self) -> str:
         a, b = (run.sample for run in self.runs)
         same = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
         which = f"All {same}" if same == len(a) else f"The first {same} of {len(a)}"
-        return f"{which} letters of the two are the same."
-
-
-# -- charts
-
-
-def in_bins(values: Sequence[float], reduce: Reduce) -> list[tuple[float, float]]:
-    """At most ``POINTS`` points (step, value); each stands for equally many neighbouring steps."""
-    size = math.ceil(len(values) / POINTS)
-    parts = [(i, values[i : i + size]) for i in range(0, len(values), size)]
-    return [(i + (len(part) + 1) / 2, reduce(part)) for i, part in parts]
-
-
-def ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers around low and high, about ``count`` of them."""
-    raw = (high - low or abs(high) or 1.0) / count
-    unit = 10.0 ** math.floor(math.log10(raw))
-    step = next(unit * m for m in (1, 2, 5, 10) if raw <= unit * m * 1.0001)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, max(last, first + 1) + 1)]
-
-
-def path(points: Iterable[tuple[float, float]]) -> str:
-    """An SVG path through the points; a lone one becomes a dot."""
-    places = [f"{x:.1f} {y:.1f}" for x, y in points]
-    return "M" + "L".join(places * 2 if len(places) == 1 else places) if places else ""
-
-
-def draw(lines: list[Line], size: tuple[int, int], unit: str, log: bool, from_zero: bool) -> str:
-    """One chart of that many pixels."""
-    width, height = size
-    ys = [y for line in lines for _, y in line.points if math.isfinite(y) and (y > 0 or not log)]
-    ys = ys or [1.0]
-    if log:
-        first, end = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)))
-        end = max(end, first + 1)
-        y_ticks = [float(e) for e in range(first, end + 1, math.ceil((end - first) / 6))]
-        low, high = float(first), float(end)
-        labels = ["10" + f"{e:.0f}".translate(SUPERSCRIPTS) for e in y_ticks]
-    else:
-        y_ticks = ticks(0.0 if from_zero else min(ys), max(ys), 5)
-        low, high = y_ticks[0], y_ticks[-1]
-        labels = [f"{y:.6g}" for y in y_ticks]
-    last = max(x for line in lines for x, _ in line.points)
-    x_ticks = [x for x in ticks(0.0, last, 5 if width > 500 else 4) if x <= last * 1.02]
-    right = max(last, x_ticks[-1])
-
-    def across(x: float) -> float:
-        return LEFT + x / right * (width - LEFT - RIGHT)
-
-    def down(y: float) -> float:
-        return height - BOTTOM - (y - low) / (high - low) * (height - TOP - BOTTOM)
-
-    def place(y: float) -> float:
-        return down(math.log10(y) if y > 0 else low) if log else down(y)
-
-    out = [f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">']
-    for y, label in zip(y_ticks, labels, strict=True):
-        out.append(f'<path class="grid" d="M{LEFT} {down(y):.1f}H{width - RIGHT}"/>')
-        out.append(f'<text x="{LEFT - 7}" y="{down(y) + 4:.1f}" text-anchor="end">{label}</text>')
-    bottom = height - BOTTOM
-    for x in x_ticks:
-        out.append(f'<path class="axis" d="M{across(x):.1f} {bottom}v5"/>')
-        out.append(
-            f'<text x="{across(x):.1f}" y="{bottom + 19}" text-anchor="middle">{x:,.0f}</text>'
-        )
-    out.append(f'<path class="axis" d="M{LEFT} {bottom}H{width - RIGHT}"/>')
-    out.append(f'<text x="{width - RIGHT}" y="{height - 6}" text-anchor="end">step</text>')
-    out.append(f'<text x="{LEFT - 7}" y="16" text-anchor="end">{escape(unit)}</text>')
-    key = LEFT + 8
-    for line in lines:
-        points = [(across(x), place(y)) for x, y in line.points if math.isfinite(y)]
-        out.append(f'<path class="line {line.kind}" d="{path(points)}"/>')
-        out.append(f'<path class="line {line.kind}" d="M{key} 12h30"/>')
-        out.append(f'<text x="{key + 38}" y="16">{escape(line.name)}</text>')
-        key += 60 + 8 * len(line.name)
-    return "".join([*out, "</svg>"])
-
-
-def chart(
-    lines: list[Line], caption: str, unit: str = "", log: bool = False, from_zero: bool = False
-) -> str:
-    """A figure that holds the chart for wide pages and the one for narrow pages."""
-    wide, narrow = (draw(lines, size, unit, log, from_zero) for size in (WIDE, NARROW))
-    return (
-        f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-    )
+        return f"{which} letters of the first two are the same."
 
 
 # -- the page
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --soft: #5b6475; --page: #fbfaf7; --card: #fff;
-  --edge: #dedbd2; --torch: #e8884a; --ligature: #1b4fc4; --good: #1d7a43; --bad: #b3261e; }
+  --edge: #dedbd2; --torch: #e8884a; --ligature: #1b4fc4; --low: #a21caf;
+  --good: #1d7a43; --bad: #b3261e; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9f0; --soft: #9aa3b5; --page: #14171d;
-  --card: #1c2028; --edge: #343a46; --torch: #b9622b; --ligature: #9cc0ff; --good: #6fd398;
-  --bad: #ff8a80; } }
+  --card: #1c2028; --edge: #343a46; --torch: #b9622b; --ligature: #9cc0ff; --low: #f0abfc;
+  --good: #6fd398; --bad: #ff8a80; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 60rem; background: var(--page);
   color: var(--ink); font: 16px/1.55 system-ui, sans-serif; overflow-wrap: break-word; }
@@ -203,6 +138,7 @@ figure text { fill: var(--soft); font: 13px system-ui, sans-serif; }
 .below { stroke: var(--torch); stroke-width: 6; }
 .above { stroke: var(--ligature); stroke-width: 2; stroke-dasharray: 7 6; }
 .only { stroke: var(--ligature); stroke-width: 2; }
+.low { stroke: var(--low); stroke-width: 2; }
 .limit { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 2 5; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .75rem .35rem 0; text-align: left; vertical-align: top;
@@ -210,7 +146,7 @@ th, td { padding: .35rem .75rem .35rem 0; text-align: left; vertical-align: top;
 tr:last-child > * { border-bottom: 0; }
 th { font-weight: 600; } tbody th { font-weight: 400; }
 .number { text-align: right; white-space: nowrap; }
-.samples { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }
+.samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); gap: 1rem; }
 .samples h3 { margin: 0 0 .5rem; font-size: 1rem; }
 pre { margin: 0; font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; }
 details pre { white-space: pre; overflow-x: auto; margin-top: .75rem; }
@@ -264,6 +200,21 @@ def considered(explanation: Any) -> str:
     return table(["fusion", "outcome"], lines)
 
 
+def low_section(result: Result) -> list[str]:
+    """The plan in low precision, where there was such a run."""
+    if result.low is None:
+        return []
+    return [
+        section(
+            "low",
+            f"The same in {result.low.run.name}",
+            f"<p>From step to step in forward: {escape(result.low.formats)}.</p>",
+            '<details class="card"><summary>The plan as text</summary>'
+            f"<pre>{escape(str(result.low.explanation))}</pre></details>",
+        )
+    ]
+
+
 def html_report(result: Result) -> str:
     """The whole page."""
     plain, fused = result.runs
@@ -271,47 +222,65 @@ def html_report(result: Result) -> str:
     group = f" Each point stands for {size} steps." if size > 1 else ""
 
     def lines(of: Callable[[Run], list[float]], reduce: Reduce) -> list[Line]:
-        kinds = zip(("below", "above"), result.runs, strict=True)
+        kinds = zip(("below", "above", "low"), result.all_runs, strict=False)
         return [Line(run.name, kind, in_bins(of(run), reduce)) for kind, run in kinds]
+
+    low_losses = result.low.run.losses if result.low else []
+    apart = [abs(x - y) for x, y in zip(low_losses, fused.losses, strict=False)]
+    low_line = [Line(result.low.run.name, "low", in_bins(apart, max))] if result.low else []
+    low_words = f", thin {result.low.run.name}" if result.low else ""
 
     losses = chart(
         lines(lambda run: run.losses, statistics.fmean),
-        f"Loss of both runs: broad {plain.name}, dashed {fused.name}.{group}",
+        f"Loss of every run: broad {plain.name}, dashed {fused.name}{low_words}.{group}",
     )
     differences = chart(
         [
             Line("difference", "only", in_bins(result.differences, max)),
             Line("allowed", "limit", in_bins(result.limits, max)),
+            *low_line,
         ],
-        "Largest difference of the two losses, on a logarithmic axis; where they are equal to the "
-        "last bit the curve lies at the bottom.",
+        f"Largest difference of the losses of {plain.name} and {fused.name}, on a logarithmic "
+        "axis; where they are equal to the last bit the curve lies at the bottom."
+        + (f" {result.low.run.name}: from {fused.name}." if result.low else ""),
         log=True,
     )
     times = chart(
         lines(lambda run: [1e3 * s for s in run.seconds], statistics.median),
-        "Median time of a step, forward, backward and optimizer. The two take turns, so that what "
-        "else the machine does hits both alike.",
+        "Median time of a step, forward, backward and optimizer. The models take turns, so that "
+        "what else the machine does hits all alike.",
         "ms",
         from_zero=True,
     )
     samples = "".join(
         f'<div class="card"><h3>{escape(run.name)}</h3>'
         f"<pre><mark>{escape(result.prompt)}</mark>{escape(unwrapped(run.sample))}</pre></div>"
-        for run in result.runs
+        for run in result.all_runs
     )
     fired = ", ".join(result.explanation.fusions) or "none"
+    times_word = "twice" if result.low is None else "three times"
+    how = "in plain PyTorch and with Ligature"
+    heads = ["", plain.name, fused.name, "ratio"]
+    if result.low is not None:
+        how = f"in plain PyTorch, with Ligature and with Ligature in {result.low.run.name}"
+        heads += [result.low.run.name, "ratio"]
+    fits = [result.agree, result.good]
+    verdicts = [
+        f'<p class="verdict {"good" if fit else "bad"}">{escape(sentence)}</p>'
+        for fit, sentence in zip(fits, result.verdicts, strict=False)
+    ]
     body = [
-        "<h1>One model, trained twice</h1>",
-        "<p>A small transformer learned one text twice, in plain PyTorch and with Ligature, from "
+        f"<h1>One model, trained {times_word}</h1>",
+        f"<p>A small transformer learned one text {times_word}, {escape(how)}, from "
         "the same start and with the same batches; this page shows what came of it.</p>",
-        f'<p class="verdict {"good" if result.agree else "bad"}">{escape(result.verdict)}</p>',
+        *verdicts,
         section("losses", "Losses", losses, differences),
         section(
             "figures",
             "Figures",
-            table(["", plain.name, fused.name, "ratio"], result.figures, numbers=True),
-            '<p class="soft">Medians of one process in which both take turns. A ratio below 1.00 '
-            "says that Ligature needs less.</p>",
+            table(heads, result.figures, numbers=True),
+            '<p class="soft">Medians of one process in which all take turns. A ratio below 1.00 '
+            "says that less is needed than by PyTorch.</p>",
         ),
         section("speed", "Time per step", times),
         section(
@@ -322,6 +291,7 @@ def html_report(result: Result) -> str:
             '<details class="card"><summary>The plan as text</summary>'
             f"<pre>{escape(str(result.explanation))}</pre></details>",
         ),
+        *low_section(result),
         section("considered", "Fusions that were considered", considered(result.explanation)),
         section(
             "samples",
@@ -333,6 +303,6 @@ def html_report(result: Result) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        "<title>Ligature: one model, trained twice</title>"
+        "<title>Ligature: one model, trained side by side</title>"
         f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
     )

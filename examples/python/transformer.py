@@ -5,10 +5,28 @@ The two have the same parameters in the same order; only what runs a block diffe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 import ligature as te
+
+# How the linears of a block may compute; none: as everything else does.
+RECIPES: dict[str, Callable[[], te.recipe.Recipe] | None] = {
+    "none": None,
+    "delayed": te.recipe.DelayedScaling,
+    "current": te.recipe.Float8CurrentScaling,
+    "block": te.recipe.Float8BlockScaling,
+    "mxfp8": te.recipe.MXFP8BlockScaling,
+    "nvfp4": te.recipe.NVFP4BlockScaling,
+}
+
+
+def low_precision(recipe: str) -> te.autocast:
+    """The context for one of RECIPES, to be entered anew for every step."""
+    make = RECIPES[recipe]
+    return te.autocast(enabled=make is not None, recipe=make() if make else None)
 
 
 class Attention(nn.Module):

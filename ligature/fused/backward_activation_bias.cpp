@@ -14,8 +14,8 @@ FuserBackwardResult BackwardActivationBias::fuser_backward(CtxList ctxs, const V
   FuserBackwardResult out = fused_backward_result(2);
   if (!ctxs[1]->requires_grad.input) return out;
   const bool need_dbias = ctxs[0]->requires_grad.param(0);
-  ActivationGrads grads = activation_.backward(*ctxs[1], grad_output, need_dbias,
-                                               ctxs[0]->grad_input_target());
+  ActivationGrads grads =
+      activation_.backward(*ctxs[1], grad_output, need_dbias, ctxs[0]->grad_input_target());
   if (need_dbias) out.grad_params[0] = {bias_.cast_grad(*ctxs[0], grads.dbias)};
   out.grad_input = std::move(grads.dx);
   return out;

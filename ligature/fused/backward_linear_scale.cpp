@@ -25,7 +25,9 @@ FusionRule backward_linear_scale_rule() {
   return {
       "BackwardLinearScale",
       {of<BasicLinearImpl>("BasicLinear"), of<ConstantScaleImpl>("ConstantScale")},
-      nullptr,
+      [](const Match&, const PlanOptions& options) -> std::string {
+        return options.recipe == nullptr ? "" : "the gradient is scaled before it is quantized";
+      },
       [](const Match& match) -> OpPtr { return std::make_shared<BackwardLinearScale>(match.ops); }};
 }
 

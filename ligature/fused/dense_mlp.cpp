@@ -44,7 +44,8 @@ Kept keep(const LinearFwdArgs& fwd, const OpArgs& args) {
   return kept;
 }
 
-/// The input of a linear as its forward had it, in the orientation that its weight's gradient needs.
+/// The input of a linear as its forward had it, in the orientation that its weight's gradient
+/// needs.
 struct InputAgain {
   InputAgain(const OperationContext& ctx, const Tensor& scale) {
     const bool on = ctx.quantization != nullptr && !ctx.state.get_or("calibrating", false);
@@ -310,8 +311,7 @@ FusionRule dense_mlp_with_residual_rule() {
 FusionRule dense_mlp_rule() {
   Pattern pattern{of<NormOperation>("a norm")};
   for (auto& element : block()) pattern.push_back(std::move(element));
-  return {"DenseMLP", std::move(pattern),
-          why_not_recompute, make_dense_mlp};
+  return {"DenseMLP", std::move(pattern), why_not_recompute, make_dense_mlp};
 }
 
 }  // namespace ligature

@@ -38,8 +38,7 @@ Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const
                           const OpArgs& add_args) {
   const bool in_place = add.options.in_place;
   const bool quantized = fwd.x.is_quantized() || fwd.w.is_quantized();
-  const bool writable =
-      !quantized && extra.is_contiguous() && !extra.is_alias_of(fwd.x.tensor());
+  const bool writable = !quantized && extra.is_contiguous() && !extra.is_alias_of(fwd.x.tensor());
   if (extra.scalar_type() != fwd.dtype || (in_place && !writable)) {
     return add.forward(BasicLinearImpl::forward(fwd), extra, add_args);
   }

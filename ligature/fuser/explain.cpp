@@ -145,10 +145,32 @@ std::vector<std::string> Explanation::fusions() const {
   return out;
 }
 
+namespace {
+
+bool has_emulated(const Trace& trace) {
+  const auto emulated = [](const TracedStep& step) {
+    return std::any_of(step.kernels.begin(), step.kernels.end(),
+                       [](const kernels::KernelCall& call) { return call.backend == "emulated"; });
+  };
+  return std::any_of(trace.forward.begin(), trace.forward.end(), emulated) ||
+         std::any_of(trace.backward.begin(), trace.backward.end(), emulated);
+}
+
+}  // namespace
+
 ExplainedPart explain_plan(const Plan& plan, const Trace& trace) {
   ExplainedPart part;
   part.recompute = plan.options.recompute == Recompute::Cheap ? "cheap" : "none";
-  if (plan.options.recipe != nullptr) part.recipe = plan.options.recipe->key();
+  if (plan.options.recipe != nullptr) {
+    part.recipe = plan.options.recipe->name();
+    if (plan.options.calibrating) part.recipe += ", calibrating";
+  }
+  if (has_emulated(trace)) {
+    part.note +=
+        "products marked [emulated] are those of the format, computed in bfloat16 (float32 where "
+        "the model is not bfloat16) with float32 accumulation: this device has no such products; "
+        "use_split_accumulator has no effect on them";
+  }
   part.gradients = plan.options.requires_grad;
   for (size_t i = 0; i < plan.basic_ops.size(); ++i) part.ops.push_back(explain_operation(plan, i));
   part.forward = explain_steps(plan.forward, trace.forward);

@@ -104,6 +104,9 @@ std::vector<Tensor> OperationFuser::trace_call(Call call, const std::shared_ptr<
     add(extra);
     extra = no_leaf(extra);
   }
+  // Operations of a host language run for real; delayed scaling does not hear of it.
+  std::optional<RecomputeScope> unnoticed;
+  if (call.autocast.session != nullptr) unnoticed.emplace(call.autocast);
   const std::vector<Tensor> outputs = execute(plan, std::move(call), grads);
   std::vector<Tensor> differentiable;
   std::vector<Tensor> gradients;

@@ -51,8 +51,8 @@ void OperationFuser::check_call(const Call& call) const {
   LIGATURE_CHECK_STATE(!forward_mode, "forward-mode differentiation of a fuser is not supported");
 }
 
-std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key,
-                                                     const RecipePtr& recipe, bool to_run) {
+std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key, const RecipePtr& recipe,
+                                                     bool to_run) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto is_wanted = [&](const KeptPlan& kept) { return kept.key == key; };
   auto found = std::find_if(plans_.begin(), plans_.end(), is_wanted);
@@ -74,7 +74,11 @@ std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key,
       check_strict(*found->plan, options_.strict);
       found->checked = true;
     }
-    if (last_plan_ != found->plan) last_plan_ = found->plan;
+    if (last_plan_ != found->plan) {
+      last_plan_ = found->plan;
+      // Its operations know again which recipe they used last.
+      for (const auto& op : basic_ops_) op->quantization(recipe, key.device);
+    }
   }
   return found->plan;
 }

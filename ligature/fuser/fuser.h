@@ -110,8 +110,7 @@ class OperationFuser {
 
   PlanKey key_for(const Call& call, const GradPlan& grads) const;
   /// `to_run`: it must hold what is strictly wanted, and becomes the last plan.
-  std::shared_ptr<const Plan> plan_for(const PlanKey& key,
-                                       const RecipePtr& recipe, bool to_run);
+  std::shared_ptr<const Plan> plan_for(const PlanKey& key, const RecipePtr& recipe, bool to_run);
   void check_call(const Call& call) const;
   void remember(const Call& call, const std::shared_ptr<const Plan>& plan, const GradPlan& grads);
   std::vector<Tensor> trace_call(Call call, const std::shared_ptr<const Plan>& plan,

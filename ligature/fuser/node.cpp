@@ -285,10 +285,13 @@ namespace {
 /// gradient of a leaf, it adds to in place. One and the same tensor is seen by its reference count.
 void unshare(variable_list& result, const variable_list& grads) {
   const auto shares = [](const Tensor& a, const Tensor& b) {
-    return b.defined() && !a.is_same(b) && b.has_storage() && a.is_alias_of(b);
+    return b.defined() && !a.is_same(b) && quantized_of(b) == nullptr && b.has_storage() &&
+           a.is_alias_of(b);
   };
   for (Tensor& grad : result) {
-    if (!grad.defined() || !grad.has_storage() || grad.storage().use_count() == 1) continue;
+    if (!grad.defined() || quantized_of(grad) != nullptr || !grad.has_storage() ||
+        grad.storage().use_count() == 1)
+      continue;
     const auto with = [&](const Tensor& other) { return shares(grad, other); };
     if (std::any_of(grads.begin(), grads.end(), with) ||
         std::any_of(result.begin(), result.end(), with)) {

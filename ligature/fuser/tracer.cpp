@@ -4,8 +4,9 @@ namespace ligature {
 
 bool share_memory(const Tensor& a, const Tensor& b) {
   if (!a.defined() || !b.defined()) return false;
-  return a.is_same(b) ||
-         (a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()));
+  if (a.is_same(b)) return true;
+  if (quantized_of(a) != nullptr || quantized_of(b) != nullptr) return false;  // without memory
+  return a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage());
 }
 
 ForwardTracer::ForwardTracer(const Plan& plan, const Call& call)

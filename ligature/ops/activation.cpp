@@ -136,8 +136,7 @@ ActivationGrads activation_backward_to(const Tensor& dy, const Tensor& x,
                                        bool need_dscales, bool need_dbias, const Target& target) {
   const Target to = target.from(x.scalar_type());
   if (!to) {
-    auto grads =
-        kernels::activation_backward(dy, x, spec, scales, need_dscales, need_dbias);
+    auto grads = kernels::activation_backward(dy, x, spec, scales, need_dscales, need_dbias);
     return {std::move(grads.dx), std::move(grads.dscales), std::move(grads.dbias)};
   }
   auto grads = kernels::activation_backward_quantize(dy, x, spec, scales, need_dscales, need_dbias,
@@ -168,15 +167,14 @@ void ActivationOperation::op_forward_save_ctx(OperationContext& ctx, const Value
   if (args.autocast_dtype) ctx.state.set("dtype", compute_dtype(input, args));
 }
 
-ActivationGrads ActivationOperation::backward(const OperationContext& ctx,
-                                              const Value& grad_output, bool need_dbias,
-                                              const Target& target) const {
+ActivationGrads ActivationOperation::backward(const OperationContext& ctx, const Value& grad_output,
+                                              bool need_dbias, const Target& target) const {
   const Value& input = ctx.saved_value(0);
   const at::ScalarType dtype = ctx.state.get_or("dtype", input.dtype());
   const bool same = dtype == input.dtype();
-  ActivationGrads grads = activation_backward_to(
-      prepare(grad_output, dtype), prepare(input, dtype), saved_spec(ctx, spec()), {}, false,
-      need_dbias, same ? target : Target());
+  ActivationGrads grads = activation_backward_to(prepare(grad_output, dtype), prepare(input, dtype),
+                                                 saved_spec(ctx, spec()), {}, false, need_dbias,
+                                                 same ? target : Target());
   if (!same) grads.dx = cast(grads.dx.tensor(), input.dtype());
   return grads;
 }

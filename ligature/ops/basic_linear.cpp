@@ -104,7 +104,10 @@ LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& ar
                                      target.quantizer->usage_for(target.usage, input.device()));
   } else {
     // One that is kept in low precision was quantized before: its factor moves on all the same.
-    if (target) target.quantizer->delayed_scale();
+    DelayedSource* source = DelayedSource::current();
+    if (bool record = true; target && target.quantizer->delayed != nullptr && source != nullptr) {
+      source->scale_of(target.quantizer->delayed, record);
+    }
     out.w = quantize_to(weight, target, out.dtype);
   }
   return out;
@@ -120,8 +123,8 @@ void BasicLinearImpl::calibrate(const Value& input, const Value& weight, const O
 
 Tensor BasicLinearImpl::forward(const LinearFwdArgs& args) {
   if (args.x.is_quantized() || args.w.is_quantized()) {
-    Tensor y = quantized_linear_forward(args.x, args.w,
-                                        {args.dtype, args.bias, args.add, args.alpha});
+    Tensor y =
+        quantized_linear_forward(args.x, args.w, {args.dtype, args.bias, args.add, args.alpha});
     if (!args.add_in_place) return y;
     Tensor sum = args.add;
     return sum.copy_(y);
@@ -221,7 +224,8 @@ LinearGrads BasicLinearImpl::backward(const LinearBwdArgs& args, const Operation
     const Tensor add = args.add.defined() ? prepare(args.add, args.compute_dtype) : Tensor();
     const Tensor dx =
         args.is_quantized()
-            ? quantized_linear_input_grad(args.dy, args.w, {args.compute_dtype, {}, add, args.alpha})
+            ? quantized_linear_input_grad(args.dy, args.w,
+                                          {args.compute_dtype, {}, add, args.alpha})
             : kernels::linear_input_grad(args.dy.tensor(), args.w.tensor(), add, args.alpha);
     grads.dx = cast(dx, args.input_dtype);
   }
@@ -229,7 +233,8 @@ LinearGrads BasicLinearImpl::backward(const LinearBwdArgs& args, const Operation
   if (!options.accumulate_into_main_grad) {
     const Tensor dw =
         args.is_quantized()
-            ? quantized_linear_weight_grad(args.dy, args.x, {args.compute_dtype, {}, {}, args.alpha})
+            ? quantized_linear_weight_grad(args.dy, args.x,
+                                           {args.compute_dtype, {}, {}, args.alpha})
             : kernels::linear_weight_grad(args.dy.tensor(), args.x.tensor(), args.alpha);
     grads.dw = cast(dw, args.weight_dtype);
     return grads;

@@ -21,9 +21,9 @@ struct LinearFwdArgs {
   Value w;
   at::ScalarType dtype = at::kFloat;  ///< of the result
   Tensor bias;                        ///< optional
-  Tensor add;                 ///< optional: added to the result ...
-  bool add_in_place = false;  ///< ... and overwritten by it
-  double alpha = 1.0;         ///< factor of x W^T
+  Tensor add;                         ///< optional: added to the result ...
+  bool add_in_place = false;          ///< ... and overwritten by it
+  double alpha = 1.0;                 ///< factor of x W^T
 };
 
 struct LinearBwdArgs {
@@ -38,9 +38,7 @@ struct LinearBwdArgs {
   at::ScalarType weight_dtype = at::kFloat;
   at::ScalarType compute_dtype = at::kFloat;
 
-  bool is_quantized() const {
-    return dy.is_quantized() || x.is_quantized() || w.is_quantized();
-  }
+  bool is_quantized() const { return dy.is_quantized() || x.is_quantized() || w.is_quantized(); }
 };
 
 struct LinearGrads {

@@ -13,11 +13,11 @@ kernels::NormForward LayerNormImpl::forward(const Tensor& x, at::ArrayRef<Tensor
 }
 
 kernels::NormQuantized LayerNormImpl::forward_quantize(const Tensor& x, at::ArrayRef<Tensor> params,
-                                               at::ScalarType out_dtype,
-                                               const kernels::QuantizeArgs& args) const {
+                                                       at::ScalarType out_dtype,
+                                                       const kernels::QuantizeArgs& args) const {
   return kernels::layer_norm_forward_quantize(x, contiguous(params[0]), contiguous(params[1]),
-                                              options.eps, options.zero_centered_gamma,
-                                              out_dtype, args);
+                                              options.eps, options.zero_centered_gamma, out_dtype,
+                                              args);
 }
 
 Tensor LayerNormImpl::apply(const Tensor& x, const Tensor& mean, const Tensor& rstd,

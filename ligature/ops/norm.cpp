@@ -70,8 +70,8 @@ NormOperation::Forward NormOperation::forward_to(const Tensor& x, at::ArrayRef<T
 }
 
 OpForwardResult NormOperation::op_forward_compute(const Value& input, const OpArgs& args) {
-  Forward result = forward_to(prepare(input), args.params, output_dtype(input, args),
-                              args.output_target());
+  Forward result =
+      forward_to(prepare(input), args.params, output_dtype(input, args), args.output_target());
   OpForwardResult out;
   out.output = std::move(result.y);
   if (result.mean.defined()) out.kept.tensors.emplace_back(std::move(result.mean));

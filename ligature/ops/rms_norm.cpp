@@ -13,8 +13,8 @@ kernels::NormForward RMSNormImpl::forward(const Tensor& x, at::ArrayRef<Tensor> 
 }
 
 kernels::NormQuantized RMSNormImpl::forward_quantize(const Tensor& x, at::ArrayRef<Tensor> params,
-                                               at::ScalarType out_dtype,
-                                               const kernels::QuantizeArgs& args) const {
+                                                     at::ScalarType out_dtype,
+                                                     const kernels::QuantizeArgs& args) const {
   return kernels::rms_norm_forward_quantize(x, contiguous(params[0]), options.eps,
                                             options.zero_centered_gamma, out_dtype, args);
 }

@@ -40,8 +40,7 @@ FuserForwardResult ScaledActivationOperation::fuser_forward_compute(const Value&
 }
 
 void ScaledActivationOperation::fuser_forward_save_ctx(CtxList ctxs, const Value& input,
-                                                       FuserForwardResult& result,
-                                                       ArgsList args) {
+                                                       FuserForwardResult& result, ArgsList args) {
   const auto& kept = result.kept[0].tensors;
   ctxs[0]->save_for_backward({kept.empty() ? input : kept[0], args[0].extra_inputs[0]});
   save_spec(*ctxs[0], spec());

@@ -41,7 +41,7 @@ const RecipePtr& AutocastState::active() const {
 
 at::Tensor DelayedSession::scale_of(const DelayedScalePtr& delayed, bool& record) {
   if (delayed->recipe == nullptr) return delayed->scale;
-  record = !is_recomputing();
+  record = record && !is_recomputing();
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = index_.find(delayed.get());
   if (found != index_.end()) return met_[found->second].scale;

@@ -47,9 +47,9 @@ struct AutocastState {
 
 struct AutocastOptions {
   bool enabled = true;
-  bool calibrating = false;  ///< without `enabled`: compute in high precision, but note amax
-  RecipePtr recipe;          ///< by default DelayedScaling
-  AmaxReduction reduce_amax;
+  bool calibrating = false;    ///< without `enabled`: compute in high precision, but note amax
+  RecipePtr recipe = nullptr;  ///< by default DelayedScaling
+  AmaxReduction reduce_amax = nullptr;
 };
 
 /// Of this thread.

@@ -146,15 +146,15 @@ Tensor as_rows_of(const Tensor& y, at::IntArrayRef sizes) {
 Tensor quantized_linear_forward(const Value& x, const Value& w, const ProductArgs& args) {
   const kernels::KernelScope scope("linear_forward", "emulated");
   const at::ScalarType dtype = operand_dtype(args.dtype);
-  return as_rows_of(
-      product(operand(x, false, false, dtype), operand(w, false, false, dtype), args), x.sizes());
+  return as_rows_of(product(operand(x, false, false, dtype), operand(w, false, false, dtype), args),
+                    x.sizes());
 }
 
 Tensor quantized_linear_input_grad(const Value& dy, const Value& w, const ProductArgs& args) {
   const kernels::KernelScope scope("linear_input_grad", "emulated");
   const at::ScalarType dtype = operand_dtype(args.dtype);
-  return as_rows_of(
-      product(operand(dy, false, false, dtype), operand(w, true, false, dtype), args), dy.sizes());
+  return as_rows_of(product(operand(dy, false, false, dtype), operand(w, true, false, dtype), args),
+                    dy.sizes());
 }
 
 Tensor quantized_linear_weight_grad(const Value& dy, const Value& x, const ProductArgs& args) {

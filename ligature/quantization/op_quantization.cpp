@@ -1,24 +1,53 @@
 #include "ligature/quantization/op_quantization.h"
 
+#include <ATen/Parallel.h>
+#include <c10/core/InferenceMode.h>
+
+#include <cstring>
+
 #include "ligature/ops/prepare.h"
 
 namespace ligature {
 namespace {
 
-// Writes through `.data` do not count as a new version: a few values tell of those, too.
-uint64_t sample(const Tensor& weight) {
-  if (!weight.is_cpu() || !weight.is_contiguous() || weight.numel() == 0) return 0;
-  const auto* bytes = static_cast<const uint8_t*>(weight.const_data_ptr());
-  const int64_t size = weight.element_size();
-  const int64_t n = weight.numel();
-  const int64_t count = std::min<int64_t>(n, 64);
-  uint64_t hash = 1469598103934665603ULL;
-  for (int64_t i = 0; i < count; ++i) {
-    uint64_t word = 0;
-    std::memcpy(&word, bytes + (n - 1) * i / std::max<int64_t>(count - 1, 1) * size, size);
-    hash = (hash ^ word) * 1099511628211ULL;
+constexpr int64_t kLanes = 32;
+constexpr int64_t kPiece = 1 << 16;  // words that one task sums up
+
+uint64_t checksum_piece(const uint32_t* words, int64_t count) {
+  uint32_t lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] = lanes[lane] * 16777619U ^ words[i + lane];
+    }
   }
-  return hash;
+  for (; i < count; ++i) lanes[i % kLanes] = lanes[i % kLanes] * 16777619U ^ words[i];
+  uint64_t sum = 1469598103934665603ULL;
+  for (const uint32_t lane : lanes) sum = (sum ^ lane) * 1099511628211ULL;
+  return sum;
+}
+
+// Writes through `.data`, through NumPy and by torch's fused optimizers do not count as a new
+// version of a tensor, so every byte is looked at: a fraction of what quantizing would cost.
+uint64_t checksum(const Tensor& weight) {
+  const auto* words = static_cast<const uint32_t*>(weight.const_data_ptr());
+  const int64_t bytes = weight.numel() * weight.element_size();
+  const int64_t count = bytes / 4;
+  const int64_t pieces = (count + kPiece - 1) / kPiece;
+  std::vector<uint64_t> sums(pieces);
+  at::parallel_for(0, pieces, 2, [&](int64_t first, int64_t last) {
+    for (int64_t p = first; p < last; ++p) {
+      sums[p] = checksum_piece(words + p * kPiece, std::min(kPiece, count - p * kPiece));
+    }
+  });
+  uint64_t sum = 0;
+  std::memcpy(&sum, reinterpret_cast<const uint8_t*>(words) + count * 4, bytes % 4);
+  for (const uint64_t piece : sums) sum = (sum ^ piece) * 1099511628211ULL;
+  return sum;
+}
+
+bool can_be_kept(const Tensor& weight) {
+  return weight.is_cpu() && !weight.is_inference() && weight.is_non_overlapping_and_dense();
 }
 
 // Delayed scaling: was it made with the factor that holds now? Without a change of the weight that
@@ -32,24 +61,28 @@ bool has_factor_of(const QuantizedTensor& made, const Quantizer& quantizer) {
 }  // namespace
 
 bool WeightCache::holds(const Tensor& weight, Usage usage) const {
-  if (quantized_ == nullptr || weight.is_inference()) return false;
+  if (quantized_ == nullptr) return false;
   const auto alive = weight_.lock();
   return alive.get() == weight.unsafeGetTensorImpl() && version_ == weight._version() &&
          data_ == weight.const_data_ptr() && (usage_.rowwise || !usage.rowwise) &&
-         (usage_.columnwise || !usage.columnwise) && sample_ == sample(weight);
+         (usage_.columnwise || !usage.columnwise);
 }
 
 QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, Usage usage) {
-  if (weight.is_meta()) return quantizer.quantize(weight, usage);
+  if (!can_be_kept(weight)) return quantizer.quantize(weight, usage);
   std::lock_guard<std::mutex> lock(mutex_);
-  if (holds(weight, usage) && has_factor_of(*quantized_, quantizer)) return quantized_;
+  const uint64_t sum = checksum(weight);
+  if (holds(weight, usage) && sample_ == sum && has_factor_of(*quantized_, quantizer)) {
+    return quantized_;
+  }
+  // What is kept may be used in training later.
+  const c10::InferenceMode no_inference(false);
   QuantizedPtr made = quantizer.quantize(weight, usage);
-  if (weight.is_inference()) return made;
-  weight_ = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
-      weight.getIntrusivePtr());
+  weight_ =
+      c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(weight.getIntrusivePtr());
   version_ = weight._version();
   data_ = weight.const_data_ptr();
-  sample_ = sample(weight);
+  sample_ = sum;
   usage_ = usage;
   quantized_ = made;
   return made;
@@ -65,9 +98,9 @@ Value quantize_to(const Value& x, const Target& target, at::ScalarType dtype) {
   const Usage usage = target.quantizer->usage_for(target.usage, x.device());
   if (x.is_quantized()) {
     const QuantizedTensor& q = *x.quantized();
-    const bool enough = q.format_tag().orientations_agree() ||
-                        ((!usage.rowwise || q.rowwise().defined()) &&
-                         (!usage.columnwise || q.columnwise().defined()));
+    const bool enough =
+        q.format_tag().orientations_agree() || ((!usage.rowwise || q.rowwise().defined()) &&
+                                                (!usage.columnwise || q.columnwise().defined()));
     if (q.format_tag() == target.quantizer->format_tag() && enough) return x;
   }
   return target.quantizer->quantize(prepare(x, dtype), usage);

@@ -30,7 +30,7 @@ class WeightCache {
 
 struct OpQuantization {
   RecipePtr recipe;
-  std::vector<std::shared_ptr<Quantizer>> forward;   ///< null entries stay in high precision
+  std::vector<std::shared_ptr<Quantizer>> forward;  ///< null entries stay in high precision
   std::vector<std::shared_ptr<Quantizer>> backward;
   WeightCache weight;
 

@@ -73,7 +73,10 @@ at::Tensor QuantizedTensor::dequantize(std::optional<at::ScalarType> dtype) cons
   LIGATURE_CHECK_STATE(parts_.columnwise.defined(), "a quantized tensor of shape ",
                        sizes_string(sizes_), " has no data to dequantize");
   if (!format_.hadamard) {
-    return kernels::dequantize(parts_.columnwise, format_, rows(), to).t().contiguous().view(sizes_);
+    return kernels::dequantize(parts_.columnwise, format_, rows(), to)
+        .t()
+        .contiguous()
+        .view(sizes_);
   }
   const int64_t filled = (rows() + 15) / 16 * 16;
   const at::Tensor transformed =
@@ -140,8 +143,7 @@ QuantizedPtr QuantizedTensor::only(bool rowwise, bool columnwise) const {
   return std::make_shared<QuantizedTensor>(format_, sizes_, dtype_, std::move(parts), quantizer_);
 }
 
-QuantizedPtr QuantizedTensor::map(
-    const std::function<at::Tensor(const at::Tensor&)>& f) const {
+QuantizedPtr QuantizedTensor::map(const std::function<at::Tensor(const at::Tensor&)>& f) const {
   std::vector<at::Tensor> mapped;
   for (const at::Tensor& t : tensors()) mapped.push_back(f(t));
   return with_tensors(std::move(mapped));

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 
 #include <mutex>
 
@@ -44,8 +45,7 @@ Quantizer::Quantizer(Format format, Usage usage_) : usage(usage_), format_(forma
 std::string Quantizer::why_not(const at::Tensor& x) const {
   const at::ScalarType dtype = x.scalar_type();
   if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf) {
-    return "low precision takes float32, bfloat16 or float16, got " +
-           to_string(ValueMeta::of(x));
+    return "low precision takes float32, bfloat16 or float16, got " + to_string(ValueMeta::of(x));
   }
   if (x.dim() == 0) return "low precision takes tensors of one or more dimensions, got []";
   return "";
@@ -57,8 +57,8 @@ Usage Quantizer::usage_for(Usage wanted, at::Device) const {
 }
 
 kernels::QuantizeArgs Quantizer::args(Usage wanted, at::Device device) const {
-  LIGATURE_CHECK(wanted.rowwise || wanted.columnwise,
-                 "a quantizer for ", format(), " was asked for neither orientation");
+  LIGATURE_CHECK(wanted.rowwise || wanted.columnwise, "a quantizer for ", format(),
+                 " was asked for neither orientation");
   kernels::QuantizeArgs out;
   out.format = format_;
   out.rowwise = wanted.rowwise;
@@ -133,6 +133,7 @@ void Quantizer::calibrate(const at::Tensor& x) const {
 
 std::shared_ptr<Quantizer> make_delayed_quantizer(Element element, int64_t history,
                                                   at::Device device) {
+  const c10::InferenceMode no_inference(false);  // it changes from step to step
   Format format;
   format.scaling = Scaling::Delayed;
   format.element = element;

@@ -59,8 +59,8 @@ DelayedScaling::DelayedScaling(DelayedScalingOptions given) : options(std::move(
 
 std::shared_ptr<Quantizer> DelayedScaling::make_quantizer(const QuantizerRole& role,
                                                           at::Device device) const {
-  auto made = make_delayed_quantizer(element_of(options.fp8_format, role),
-                                     options.amax_history_len, device);
+  auto made = make_delayed_quantizer(element_of(options.fp8_format, role), options.amax_history_len,
+                                     device);
   made->delayed->recipe = std::static_pointer_cast<const DelayedScaling>(shared_from_this());
   return made;
 }
@@ -78,14 +78,17 @@ void DelayedScaling::update(DelayedScale& delayed) const {
                                                                : history.narrow(0, 0, 1);
   if (options.scale_function) {
     at::Tensor scale = options.scale_function(amax, delayed.scale, delayed.max_value);
-    LIGATURE_CHECK(scale.numel() == 1, "[DelayedScaling] scaling_factor_compute_algo must give one "
-                   "scale, got ", sizes_string(scale.sizes()));
+    LIGATURE_CHECK(scale.numel() == 1,
+                   "[DelayedScaling] scaling_factor_compute_algo must give one "
+                   "scale, got ",
+                   sizes_string(scale.sizes()));
     delayed.scale = scale.to(at::kFloat).reshape({1}).clone();
     return;
   }
   const float largest = amax.item<float>();
   if (largest == 0.0f || !std::isfinite(largest)) return;
-  const float scale = delayed.max_value / largest / std::ldexp(1.0f, static_cast<int>(options.margin));
+  const float scale =
+      delayed.max_value / largest / std::ldexp(1.0f, static_cast<int>(options.margin));
   if (!std::isfinite(scale) || scale == 0.0f) return;
   delayed.scale = at::full({1}, scale, delayed.scale.options());
 }
@@ -118,10 +121,9 @@ Float8BlockScaling::Float8BlockScaling(Float8BlockScalingOptions given)
   LIGATURE_CHECK(options.x_block_scaling_dim == 1 || options.w_block_scaling_dim == 1 ||
                      options.grad_block_scaling_dim == 1,
                  "[Float8BlockScaling] one operand of a product has blocks of 1x128");
-  key_ = make_key("Float8BlockScaling", fp8_format_name(options.fp8_format),
-                  options.use_f32_scales, options.x_block_scaling_dim,
-                  options.w_block_scaling_dim, options.grad_block_scaling_dim,
-                  options.amax_epsilon);
+  key_ = make_key("Float8BlockScaling", fp8_format_name(options.fp8_format), options.use_f32_scales,
+                  options.x_block_scaling_dim, options.w_block_scaling_dim,
+                  options.grad_block_scaling_dim, options.amax_epsilon);
 }
 
 std::shared_ptr<Quantizer> Float8BlockScaling::make_quantizer(const QuantizerRole& role,
@@ -182,7 +184,9 @@ std::shared_ptr<Quantizer> NVFP4BlockScaling::make_quantizer(const QuantizerRole
   format.stochastic_rounding = gradient && !options.disable_stochastic_rounding;
   format.row_scaled = !weight && !gradient && options.row_scaled_activation;
   const std::string& where = options.nvfp4_4over6;
-  if (where == "all" ? !gradient : where == "weights" ? weight : where == "activations" && !weight && !gradient) {
+  if (where == "all"       ? !gradient
+      : where == "weights" ? weight
+                           : where == "activations" && !weight && !gradient) {
     format.four_over_six = options.nvfp4_4over6_err_mode == "MAE" ? FourOverSix::MeanAbsolute
                                                                   : FourOverSix::MeanSquare;
   }

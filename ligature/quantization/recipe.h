@@ -47,10 +47,10 @@ struct DelayedScalingOptions {
   std::string amax_compute_algo = "max";  ///< or "most_recent"
   bool reduce_amax = true;
   /// Instead of the above: the largest value from a history, newest first; the scale from it.
-  std::function<at::Tensor(const at::Tensor& history)> amax_function;
+  std::function<at::Tensor(const at::Tensor& history)> amax_function = nullptr;
   std::function<at::Tensor(const at::Tensor& amax, const at::Tensor& scale, double max_value)>
-      scale_function;
-  std::string functions_key;  ///< tells such functions apart
+      scale_function = nullptr;
+  std::string functions_key = "";  ///< tells such functions apart
 };
 
 /// One factor per tensor, chosen from the largest values of earlier steps. Example:
@@ -124,7 +124,7 @@ struct NVFP4BlockScalingOptions {
   bool disable_stochastic_rounding = false;
   bool disable_2d_quantization = false;
   bool row_scaled_activation = false;
-  std::string nvfp4_4over6 = "none";           ///< "weights", "activations" or "all"
+  std::string nvfp4_4over6 = "none";          ///< "weights", "activations" or "all"
   std::string nvfp4_4over6_err_mode = "MAE";  ///< or "MSE"
 };
 

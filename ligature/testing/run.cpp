@@ -115,6 +115,7 @@ std::shared_ptr<const Plan> Plans::get(size_t first_backward_op) {
   plan->options = options_;
   plan->options.requires_grad = first_backward_op < subject_.ops.size();
   for (const auto& op : subject_.ops) {
+    plan->quantizations.push_back(nullptr);  // in high precision
     plan->input_quantizers.push_back(op->get_input_quantizer());
     plan->grad_output_quantizers.push_back(op->get_grad_output_quantizer());
   }

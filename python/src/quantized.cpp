@@ -330,7 +330,13 @@ void bind_tensor(py::module_& m) {
   m.def("make_quantized", &make_quantized, py::arg("format"), py::arg("sizes"), py::arg("dtype"),
         py::arg("parts"));
   m.def("quantized_of", &quantized_of, py::arg("tensor"));
-  m.def("attach_quantized", &attach_quantized, py::arg("wrapper"), py::arg("quantized"));
+  m.def(
+      "attach_quantized",
+      [](const Tensor& wrapper, QuantizedPtr quantized) {
+        attach_quantized(wrapper, std::move(quantized));
+        wrapper.unsafeGetTensorImpl()->set_storage_access_should_throw();
+      },
+      py::arg("wrapper"), py::arg("quantized"));
   m.def("set_quantized_wrapper", &set_wrapper, py::arg("function"));
 }
 

@@ -199,7 +199,8 @@ std::shared_ptr<Recipe> make_recipe(const std::string& name, const py::dict& giv
   auto self = std::make_shared<std::weak_ptr<Recipe>>();
   auto made = with_host(make_plain_recipe(name, given, self), hold(host));
   *self = made;
-  if (name != "CustomRecipe") {  // a format that cannot be is refused here, not in the first call
+  // A format that cannot be is refused here, not in the first call.
+  if (name != "CustomRecipe" && name != "DelayedScaling") {
     for (const char* role : kRoles) made->make_quantizer({"linear", role, ""}, at::kCPU);
   }
   return made;

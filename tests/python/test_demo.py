@@ -1,4 +1,4 @@
-"""The demo that `make run` starts: the two runs agree, and the report tells it all by itself."""
+"""The demo that `make run` starts: the runs agree, and the report tells it all by itself."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def report(demo: ModuleType) -> ModuleType:
     return sys.modules["report"]
+
+
+@pytest.fixture
+def charts(demo: ModuleType) -> ModuleType:
+    return sys.modules["charts"]
 
 
 def run(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess[str]:
@@ -96,19 +101,25 @@ def curves(page: ElementTree.Element, name: str, kind: str) -> list[list[tuple[f
 
 
 def test_losses_are_printed_side_by_side(told: tuple[str, str]) -> None:
-    rows = re.findall(r"^ +(\d+) +(\d\.\d{4}) +(\d\.\d{4}) +(\d\.\de[-+]\d\d)$", told[0], re.M)
+    loss = r" +(\d\.\d{4})"
+    rows = re.findall(rf"^ +(\d+){loss}{loss} +(\d\.\de[-+]\d\d){loss}$", told[0], re.M)
     assert [int(row[0]) for row in rows] == [1, 2, 4, 6, 8, 10, 12]
-    for _, plain, fused, difference in rows:
+    for _, plain, fused, difference, low in rows:
         assert abs(float(plain) - float(fused)) <= float(difference) + 1.01e-4
         assert float(difference) < 1e-4
+        assert abs(float(low) - float(fused)) < 0.05
+    assert any(row[4] != row[2] for row in rows)  # it is another computation
     assert float(rows[-1][1]) < float(rows[0][1]) - 0.5  # it learns
     assert "The losses of the two runs agree. They differ by at most " in told[0]
+    assert "In FP8 (current) the loss of the last 12 steps is " in told[0]
 
 
 def test_progress_without_a_terminal_is_lines(told: tuple[str, str]) -> None:
     lines = [line for line in told[0].splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["10/12", "12/12"]
-    assert all(re.fullmatch(r".*  \d+:\d\d left  loss .* \| .*  ms/step .*", x) for x in lines)
+    assert all(
+        re.fullmatch(r".*  \d+:\d\d left  loss .* \| .* \| .*  ms/step .*", x) for x in lines
+    )
     assert "\r" not in told[0]
 
 
@@ -117,21 +128,23 @@ def test_report_is_told_the_same_as_the_terminal(
 ) -> None:
     printed = {" ".join(line.split()) for line in told[0].splitlines()}
     rows = [" ".join(text_of(cell) for cell in row) for row in part(page, "figures").iter("tr")]
-    assert rows[0].split() == ["PyTorch", "Ligature", "ratio"]
+    assert rows[0].split() == ["PyTorch", "Ligature", "ratio", "FP8", "ratio"]
     assert [row.split()[0] for row in rows[1:]] == ["loss,", "step", "step", "saved", "saved"]
     assert set(rows[1:]) <= printed
     for row in part(page, "environment").iter("tr"):
         assert " ".join(text_of(cell) for cell in row) in printed
-    verdict = page.find(".//p[@class='verdict good']")
-    assert verdict is not None
-    assert text_of(verdict) in told[0].splitlines()
+    verdicts = page.findall(".//p[@class='verdict good']")
+    assert len(verdicts) == 2
+    assert all(text_of(verdict) in told[0].splitlines() for verdict in verdicts)
 
 
 def test_report_has_the_curves(page: ElementTree.Element) -> None:
     for name in ("losses", "speed"):
-        plain, fused = (curves(page, name, f"line {kind}") for kind in ("below", "above"))
-        assert [len(curve) for curve in plain] == [12, 12]  # for a wide and for a narrow page
-        assert [len(curve) for curve in fused] == [12, 12]
+        for kind in ("below", "above", "low"):
+            found = curves(page, name, f"line {kind}")
+            # For a wide and for a narrow page; the differences have one in low precision too.
+            pages = 4 if kind == "low" and name == "losses" else 2
+            assert [len(curve) for curve in found] == [12] * pages
     differences = curves(page, "losses", "line only")
     assert [len(curve) for curve in differences] == [12, 12]
     losses = curves(page, "losses", "line below")[0]
@@ -145,6 +158,11 @@ def test_report_has_the_curves(page: ElementTree.Element) -> None:
 
 
 def test_report_has_the_plan(told: tuple[str, str], page: ElementTree.Element) -> None:
+    low = part(page, "low")
+    (text,) = low.iter("pre")
+    assert "recipe Float8CurrentScaling" in text_of(text)
+    assert "float32, float32, fp8 e4m3, fp8 e4m3, float32" in text_of(low)
+    assert "float32, float32, fp8 e4m3, fp8 e4m3, float32" in told[0]
     plan = part(page, "plan")
     (text,) = plan.iter("pre")
     assert text_of(text).rstrip() in told[0]
@@ -162,7 +180,7 @@ def test_report_has_the_plan(told: tuple[str, str], page: ElementTree.Element) -
 
 def test_report_has_the_samples(page: ElementTree.Element) -> None:
     samples = [text_of(node) for node in part(page, "samples").iter("pre")]
-    assert len(samples) == 2
+    assert len(samples) == 3
     assert all(sample.startswith("The printer ") and len(sample) > 300 for sample in samples)
     assert samples[0][:80] == samples[1][:80]
 
@@ -190,18 +208,48 @@ def test_disagreement_is_an_error(tmp_path: Path) -> None:
     )
     done = run("--steps", "3", "--quiet", "--report", str(path), before=wrong)
     assert done.returncode == 1, done.stderr
-    first, second = done.stdout.splitlines()
+    first, low, last = done.stdout.splitlines()
     assert first.startswith("The losses of the two runs disagree. They differ by at most ")
-    assert second == f"Report: {path}"
+    assert low.startswith("In FP8 (current) the loss of the last 3 steps is ")
+    assert last == f"Report: {path}"
     assert f'<p class="verdict bad">{first}</p>' in path.read_text(encoding="utf-8")
 
 
+def test_a_low_precision_run_that_goes_astray_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    wrong = (
+        "step = demo.Trainer.step; demo.Trainer.step = lambda self, tokens: (step(self, tokens), "
+        "self.run.losses.append(self.run.losses.pop() + 0.2 * (self.run.name == 'FP8'))); "
+        "demo.continued = lambda *_: ''"
+    )
+    done = run("--steps", "3", "--quiet", "--report", str(path), before=wrong)
+    assert done.returncode == 1, done.stderr
+    first, low, _ = done.stdout.splitlines()
+    assert first.startswith("The losses of the two runs agree.")
+    assert re.search(r"is \+0\.\d+ from that without \(allowed 0\.1\)", low)
+    text = path.read_text(encoding="utf-8")
+    assert f'<p class="verdict good">{first}</p>' in text
+    assert f'<p class="verdict bad">{low}</p>' in text
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block", "mxfp8", "nvfp4"])
+def test_every_recipe(recipe: str) -> None:
+    arguments = ["--steps", "3", "--quiet", "--no-report", "--recipe", recipe]
+    done = run(*arguments, before="demo.continued = lambda *_: ''")
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"^In \S.* \({recipe}\) the loss of the last 3 steps is ", done.stdout, re.M)
+
+
 def test_recompute_in_bfloat16() -> None:
-    done = run("--steps", "4", "--dtype", "bfloat16", "--recompute", "cheap", "--no-report")
+    done = run(
+        *("--steps", "4", "--dtype", "bfloat16", "--recompute", "cheap", "--no-report"),
+        *("--recipe", "none"),
+    )
     assert done.returncode == 0, done.stderr
     assert "fusions that fired: DenseMLP\n" in done.stdout
     assert "bfloat16 under torch.autocast" in done.stdout
     assert "Report:" not in done.stdout
+    assert "FP8" not in done.stdout
     saved = re.search(r"saved by one MLP +(\S+) (\S+) +(\S+) (\S+) +(\S+)", done.stdout)
     assert saved is not None
     assert float(saved[5]) < 0.6
@@ -252,8 +300,7 @@ def test_saved_bytes_are_those_of_the_plan(demo: ModuleType) -> None:
         (["--recompute", "all"], "argument --recompute: invalid choice: 'all'"),
         (
             ["--recipe", "MXFP8BlockScaling"],
-            "argument --recipe: low-precision recipes are not in this version; wanted none, "
-            "got 'MXFP8BlockScaling'",
+            "argument --recipe: invalid choice: 'MXFP8BlockScaling' (choose from",
         ),
         (["--seed", "x"], "argument --seed: wanted a whole number from 0 to 4294967295, got 'x'"),
         (["--seed", "-1"], "argument --seed: wanted a whole number from 0 to 4294967295, got '-1'"),
@@ -276,27 +323,27 @@ def test_wrong_options(
 # -- charts and progress
 
 
-def test_points_stand_for_equally_many_steps(report: ModuleType) -> None:
-    points = report.in_bins([float(i) for i in range(1, 601)], max)
+def test_points_stand_for_equally_many_steps(charts: ModuleType) -> None:
+    points = charts.in_bins([float(i) for i in range(1, 601)], max)
     assert points[:2] == [(2.5, 4.0), (6.5, 8.0)]
     assert len(points) == 150
-    assert report.in_bins([3.0, 4.0], max) == [(1.0, 3.0), (2.0, 4.0)]
+    assert charts.in_bins([3.0, 4.0], max) == [(1.0, 3.0), (2.0, 4.0)]
 
 
 @pytest.mark.parametrize(
     ("low", "high", "wanted"),
     [(0.0, 60.0, [0, 20, 40, 60]), (1.9, 4.4, [1.5, 2, 2.5, 3, 3.5, 4, 4.5]), (2, 2, [2, 2.5])],
 )
-def test_ticks(report: ModuleType, low: float, high: float, wanted: list[float]) -> None:
-    assert report.ticks(low, high, 5) == pytest.approx(wanted)
+def test_ticks(charts: ModuleType, low: float, high: float, wanted: list[float]) -> None:
+    assert charts.ticks(low, high, 5) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("values", [[0.0], [1.0], [0.0, 1e-6, math.nan, 3.0], [math.nan] * 2])
-def test_a_chart_of_anything(report: ModuleType, log: bool, values: list[float]) -> None:
+def test_a_chart_of_anything(charts: ModuleType, log: bool, values: list[float]) -> None:
     points = [(float(i + 1), value) for i, value in enumerate(values)]
-    line = report.Line("a < b", "only", points)
-    for svg in report.draw([line], (380, 260), "m & s", log, False), report.chart([line], "<&>"):
+    line = charts.Line("a < b", "only", points)
+    for svg in charts.draw([line], (380, 260), "m & s", log, False), charts.chart([line], "<&>"):
         ElementTree.fromstring(svg)
         assert "nan" not in svg
         assert "inf" not in svg
@@ -313,11 +360,13 @@ def test_everything_is_escaped(report: ModuleType) -> None:
     explanation: Any = Explanation(
         fusions=[evil], svg=lambda: "<svg/>", to_dict=lambda: {"parts": [{"considered": [entry]}]}
     )
-    runs = tuple(report.Run(evil, [1.0], [0.1], evil) for _ in range(2))
-    result = report.Result(runs, (0.1, 0.1), [(evil,) * 4], explanation, evil, {evil: evil})
+    *runs, third = (report.Run(evil, [1.0], [0.1], evil) for _ in range(3))
+    low = report.LowPrecision(third, evil, 0.1, evil, explanation)
+    figures = [(evil,) * 6]
+    result = report.Result(tuple(runs), (0.1, 0.1), figures, explanation, evil, {evil: evil}, low)
     text = report.html_report(result)
     assert "<script" not in text
-    assert text_of(ElementTree.fromstring(text)).count(evil) > 15
+    assert text_of(ElementTree.fromstring(text)).count(evil) > 20
 
 
 class Terminal(io.StringIO):

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import doc_blocks  # noqa: E402
+import format_pictures  # noqa: E402
 from doc_blocks import matches, read_blocks  # noqa: E402
 
 PAGES = doc_blocks.pages()
@@ -81,6 +82,13 @@ def test_every_example_is_listed() -> None:
     names -= {"__pycache__"}
     assert "train_mlp.cpp" in names
     assert not [name for name in names if name not in listed]
+
+
+def test_pictures_of_formats_are_as_drawn() -> None:
+    for name, svg in format_pictures.pictures().items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == svg
+        assert f"({name})" in (ROOT / "docs/low_precision.md").read_text(encoding="utf-8")
+        assert "prefers-color-scheme:dark" in svg
 
 
 def test_the_op_in_ten_lines_has_ten() -> None:

@@ -107,7 +107,8 @@ def check(x: torch.Tensor, fields: dict[str, Any], scale: float = 1.0, seed: int
 @ALL
 @DTYPES
 def test_random_values(name: str, dtype: torch.dtype) -> None:
-    for i, shape in enumerate(SHAPES):
+    shapes = SHAPES if dtype == torch.float32 else SHAPES[:5]
+    for i, shape in enumerate(shapes):
         # Some rows are much larger than others, so that blocks differ.
         x = torch.randn(shape) * torch.exp(torch.randn(*shape[:-1], 1) * 3)
         check(x.to(dtype), FORMATS[name], scale=[1.0, 0.3, 700.0][i % 3])

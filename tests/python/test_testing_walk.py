@@ -87,6 +87,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (lambda: te.ops.Dropout(0.5), dropout, {"dtypes": [torch.float64]}),
     ],
     "Identity": [(te.ops.Identity, lambda x: x)],
+    "Quantize": [(te.ops.Quantize, lambda x: x)],
     "Reshape": [(lambda: te.ops.Reshape((-1, 2, 4)), lambda x: x.reshape(-1, 2, 4))],
     "AddExtraInput": [
         (lambda: te.ops.AddExtraInput(), lambda x, extra: x + extra),

@@ -203,7 +203,9 @@ class Decoding {
     decode_e4m3_scales(static_cast<const uint8_t*>(scale_) + at, blocks, factors);
     const float upper = operand_ ? 1.0f : nv_upper(amax_[format_.row_scaled ? r : 0], format_);
     data += column / 2;
-    switch (operand_ ? rounding_of(factors, blocks, true) : rounding_of(factors, blocks, false)) {
+    Rounding rounding = rounding_of(factors, blocks, operand_);
+    if (!operand_ && rounding == Rounding::None) rounding = Rounding::Finite;  // by `upper`
+    switch (rounding) {
       case Rounding::Any:
         return decode_fp4_row<Rounding::Any>(data, n, factors, upper, out);
       case Rounding::Finite:

@@ -78,15 +78,15 @@ class QuantizedView(torch.Tensor):
     _plain: torch.Tensor
     _whole: Whole
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(values_of(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -94,6 +94,13 @@ class QuantizedView(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return memo.setdefault(id(self), values_of(self).clone())
+
+    # What reads or writes memory without asking torch's functions.
+
+    def apply_(self, callable: Callable[..., Any]) -> torch.Tensor:
+        if self.requires_grad:
+            return torch.Tensor.apply_(self, callable)  # which refuses it
+        return self.copy_(values_of(self).clone().apply_(callable))
 
     def numpy(self, *, force: bool = False) -> Any:
         return _exported(self).numpy(force=force)
@@ -169,8 +176,8 @@ def _with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     low_args, low_kwargs = tree_map_only(torch.Tensor, lower, (args, kwargs))
     result = func(*low_args, **low_kwargs)
-    if func.is_view and (whole := whole_of(args[0])) is not None:
-        return tree_map_only(torch.Tensor, lambda t: _view(t, whole), result)
+    if func.is_view and (viewed := whole_of(args[0])) is not None:
+        return tree_map_only(torch.Tensor, lambda t: _view(t, viewed), result)
     if not func._schema.is_mutable:
         return result
     given = {}
@@ -181,10 +188,11 @@ def _with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if whole is None:
             continue
         low = tensor._plain if isinstance(tensor, QuantizedView) else whole.values
-        if low.shape != tensor.shape:
+        shape = tensor.shape if isinstance(tensor, QuantizedView) else whole.handle.sizes
+        if list(low.shape) != list(shape):
             raise RuntimeError(
                 f"[{type(tensor).__name__}] {func} must leave a tensor of shape "
-                f"{list(tensor.shape)} as it is, got {list(low.shape)}"
+                f"{list(shape)} as it is, got {list(low.shape)}"
             )
         if isinstance(tensor, QuantizedView):
             whole.write_back()
@@ -240,7 +248,7 @@ def _to_copy(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
     if dtype not in DTYPES or kwargs.get("layout") not in (None, torch.strided):
         return NotImplemented
     moved = _each_part(func, tensor, **kwargs)
-    return moved if moved is NotImplemented else wrap(_C.quantized_of(moved).with_dtype(dtype))
+    return moved if moved is NotImplemented else wrap(moved._handle.with_dtype(dtype))
 
 
 def _copy(func: Any, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:

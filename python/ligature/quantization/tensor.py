@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from .. import _C
 from . import dispatch
@@ -49,14 +50,14 @@ class QuantizedTensor(torch.Tensor):
     optimizer.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, handle: _C.QuantizedTensor, *, requires_grad: bool = False) -> QuantizedTensor:
         return dispatch.wrap(handle, requires_grad)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch.dispatch(func, args, kwargs or {})
@@ -65,7 +66,9 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def _handle(self) -> _C.QuantizedTensor:
-        return _C.quantized_of(self)
+        handle = _C.quantized_of(self)
+        assert handle is not None
+        return handle
 
     @property
     def format(self) -> str:
@@ -117,7 +120,7 @@ class QuantizedTensor(torch.Tensor):
 
     # -- values
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor, rounded once to ``dtype``. Gradients pass unchanged."""
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(
@@ -169,11 +172,11 @@ class QuantizedTensor(torch.Tensor):
         self.__class__ = type(tensor)
 
     # A plain tensor assigned to it is quantized.
-    data = property(_get_data, _set_data)  # type: ignore[assignment]
+    data = property(_get_data, _set_data)
 
     # -- what torch does with memory, which it has none of
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ""
         if self.grad_fn is not None:
             grad = f", grad_fn=<{type(self.grad_fn).__name__}>"
@@ -231,7 +234,7 @@ class QuantizedTensor(torch.Tensor):
         return all(part.is_shared() for part in self._handle.tensors)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """The bytes of all its parts."""
         return self._handle.bytes
 
@@ -242,6 +245,7 @@ class QuantizedTensor(torch.Tensor):
             "have, and dequantize() gives some"
         )
 
+    apply_ = dispatch.QuantizedView.apply_
     numpy = dispatch.QuantizedView.numpy
     tolist = dispatch.QuantizedView.tolist
     __array__ = dispatch.QuantizedView.__array__
@@ -315,6 +319,12 @@ def _rebuild_quantized(
     return dispatch.wrap(_C.make_quantized(fields, sizes, dtype, parts), requires_grad)
 
 
+def _collate(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
+    """A batch of a data loader: values in high precision."""
+    values = [dispatch.values_of(tensor) for tensor in batch]
+    return collate_tensor_fn(values, collate_fn_map=collate_fn_map)
+
+
 dispatch.CLASSES.update(
     delayed=Float8Tensor,
     current=Float8Tensor,
@@ -323,12 +333,6 @@ dispatch.CLASSES.update(
     nv=NVFP4Tensor,
 )
 _C.set_quantized_wrapper(dispatch.wrap)
-torch.serialization.add_safe_globals(
-    [
-        _rebuild_quantized,
-        Float8Tensor,
-        Float8BlockwiseQTensor,
-        MXFP8Tensor,
-        NVFP4Tensor,
-    ]
-)
+_CLASSES = [Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, NVFP4Tensor]
+torch.serialization.add_safe_globals([_rebuild_quantized, *_CLASSES])
+default_collate_fn_map.update(dict.fromkeys([*_CLASSES, dispatch.QuantizedView], _collate))
