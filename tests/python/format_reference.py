@@ -89,7 +89,7 @@ def factor(amax: torch.Tensor, largest: float, epsilon: float, power_of_2: bool)
 def power_of_2(exponent: torch.Tensor) -> torch.Tensor:
     """2 ** exponent for -127 to 127, made of bits."""
     normal = (exponent + 127).int() << 23
-    return torch.where(exponent < -126, 0, normal).int().view(torch.float32)
+    return torch.where(exponent < -126, 1 << 22, normal).int().view(torch.float32)
 
 
 def e8m0(q: torch.Tensor) -> torch.Tensor:

@@ -447,7 +447,6 @@ def test_repr(kind: str) -> None:
     assert f"{q}" == repr(q)
 
 
-@pytest.mark.skip
 def test_memory_is_that_of_the_parts() -> None:
     q = make("mx", 16, 32)
     with pytest.raises(RuntimeError, match=r"\[MXFP8Tensor\] has no memory of its own"):

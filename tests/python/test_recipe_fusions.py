@@ -84,12 +84,12 @@ FUSIONS: dict[str, tuple[Make, int, set[str]]] = {
     "linear, scale, add": (
         lambda d: [linear(d, bias=False), ops.ConstantScale(-0.5), ops.AddExtraInput()],
         1,
-        {"ForwardLinearScaleAdd", "BackwardLinearScale"},
+        {"ForwardLinearScaleAdd"},
     ),
     "scale": (
         lambda d: [linear(d, bias=False), ops.ConstantScale(3.0), linear(d)],
         0,
-        {"BackwardLinearScale"},
+        set(),  # the gradient is scaled before it is quantized
     ),
     "fork, linear": (
         lambda d: [ops.SiLU(), ops.MakeExtraOutput(), linear(d, bias=False)],

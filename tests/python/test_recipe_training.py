@@ -63,13 +63,13 @@ def outcomes(distance: float) -> list[Outcome]:
 
 
 def test_table() -> None:
-    results = {"none": outcomes(0.0), "delayed": outcomes(0.04), "nvfp4": outcomes(-0.2)}
+    results = {"none": outcomes(0.0), "delayed": outcomes(0.01), "nvfp4": outcomes(-0.2)}
     rows = [
         [cell.strip() for cell in line.split("|")]
         for line in train_recipes.table(results).split("\n")
     ]
     assert rows[2][1:-1] == ["BF16", "1.250", "", "2.000", "", ""]
-    assert rows[3][1:5] == ["DelayedScaling", "1.290", "+0.040", "2.000"]
+    assert rows[3][1:5] == ["DelayedScaling", "1.260", "+0.010", "2.000"]
     assert rows[4][1:5] == ["NVFP4BlockScaling", "1.050", "-0.200", "2.000"]
     assert train_recipes.spread(results) == pytest.approx(0.5)
     assert train_recipes.too_far(results) == ["nvfp4"]
