@@ -13,15 +13,20 @@ namespace {
 constexpr int64_t kLanes = 32;
 constexpr int64_t kPiece = 1 << 16;  // words that one task sums up
 
-uint64_t checksum_piece(const uint32_t* words, int64_t count) {
+uint64_t checksum_piece(const uint8_t* bytes, int64_t count) {
+  const auto word = [bytes](int64_t i) {
+    uint32_t value;
+    std::memcpy(&value, bytes + 4 * i, sizeof(value));  // a view may begin anywhere
+    return value;
+  };
   uint32_t lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] = lanes[lane] * 16777619U ^ words[i + lane];
+      lanes[lane] = lanes[lane] * 16777619U ^ word(i + lane);
     }
   }
-  for (; i < count; ++i) lanes[i % kLanes] = lanes[i % kLanes] * 16777619U ^ words[i];
+  for (; i < count; ++i) lanes[i % kLanes] = lanes[i % kLanes] * 16777619U ^ word(i);
   uint64_t sum = 1469598103934665603ULL;
   for (const uint32_t lane : lanes) sum = (sum ^ lane) * 1099511628211ULL;
   return sum;
@@ -30,18 +35,18 @@ uint64_t checksum_piece(const uint32_t* words, int64_t count) {
 // Writes through `.data`, through NumPy and by torch's fused optimizers do not count as a new
 // version of a tensor, so every byte is looked at: a fraction of what quantizing would cost.
 uint64_t checksum(const Tensor& weight) {
-  const auto* words = static_cast<const uint32_t*>(weight.const_data_ptr());
+  const auto* data = static_cast<const uint8_t*>(weight.const_data_ptr());
   const int64_t bytes = weight.numel() * weight.element_size();
   const int64_t count = bytes / 4;
   const int64_t pieces = (count + kPiece - 1) / kPiece;
   std::vector<uint64_t> sums(pieces);
   at::parallel_for(0, pieces, 2, [&](int64_t first, int64_t last) {
     for (int64_t p = first; p < last; ++p) {
-      sums[p] = checksum_piece(words + p * kPiece, std::min(kPiece, count - p * kPiece));
+      sums[p] = checksum_piece(data + 4 * p * kPiece, std::min(kPiece, count - p * kPiece));
     }
   });
   uint64_t sum = 0;
-  std::memcpy(&sum, reinterpret_cast<const uint8_t*>(words) + count * 4, bytes % 4);
+  std::memcpy(&sum, data + count * 4, bytes % 4);
   for (const uint64_t piece : sums) sum = (sum ^ piece) * 1099511628211ULL;
   return sum;
 }
