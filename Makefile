@@ -5,6 +5,8 @@ ARGS   ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
+CUDA_VENV   := .venv-cuda
+CUDA_TARGET ?= all
 READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
@@ -14,7 +16,7 @@ PY_DIRS   := $(wildcard python tests benchmarks examples tools)
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup build package run test bench soak docs sanitize lint format clean distclean
+.PHONY: help setup build package run test bench soak docs sanitize cuda lint format clean distclean
 
 help:
 	@echo "make run [ARGS=...]    build, then run examples/python/demo.py"
@@ -23,6 +25,7 @@ help:
 	@echo "make docs              build, then make the documentation's site in build/site"
 	@echo "make soak [ARGS=...]   10,000 random pipelines against plain PyTorch, on all cores"
 	@echo "make sanitize          the C++ tests under the address and undefined-behaviour sanitizers"
+	@echo "make cuda              the library and its C++ tests with the CUDA backend, in build/cuda"
 	@echo "make lint | format     check, or fix, the style of C++ and Python; lint also checks the types"
 	@echo "make clean             remove what was built; 'make distclean' removes .venv too"
 
@@ -69,6 +72,15 @@ sanitize: build/asan/build.ninja $(READY)
 	@echo "== C++ tests under the address and undefined-behaviour sanitizers"
 	@ctest --preset asan
 
+# Needs no GPU. CUDA_ARCHITECTURES=80;90a chooses others than the default; CUDA_TARGET=ligature
+# leaves the tests out.
+cuda: $(READY)
+	@PYTHON="$(PYTHON)" tools/setup_cuda.sh $(CUDA_VENV)
+	@echo "== configure and build: cuda"
+	@. $(CUDA_VENV)/cuda.env && cmake --preset cuda \
+	  $(if $(CUDA_ARCHITECTURES),"-DLIGATURE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)")
+	@cmake --build build/cuda -j $(JOBS) --target $(CUDA_TARGET)
+
 lint: $(READY)
 	@echo "== clang-format"
 	@$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
@@ -89,4 +101,4 @@ clean:
 	@find $(PY_DIRS) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	@rm -rf $(VENV)
+	@rm -rf $(VENV) $(CUDA_VENV)

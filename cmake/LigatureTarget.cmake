@@ -11,14 +11,21 @@ foreach(dir IN ITEMS ${PROJECT_SOURCE_DIR} ${LIGATURE_TORCH_ROOT}/include)
 endforeach()
 
 function(ligature_target target)
-  target_compile_options(${target} PRIVATE ${LIGATURE_FILE_NAMES}
-    -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Wextra-semi
-    $<$<BOOL:${LIGATURE_WARNINGS_AS_ERRORS}>:-Werror>)
+  set(options ${LIGATURE_FILE_NAMES}
+    -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Wextra-semi)
+  if(LIGATURE_WARNINGS_AS_ERRORS)
+    list(APPEND options -Werror)
+  endif()
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # -fpch-preprocess lets ccache see the precompiled header; the other warnings are ones that GCC
     # raises falsely on code it has inlined from torch's headers.
-    target_compile_options(${target} PRIVATE -fpch-preprocess -Wno-maybe-uninitialized
-      -Wno-array-bounds -Wno-stringop-overflow -Wno-stringop-overread -Wno-restrict)
+    list(APPEND options -fpch-preprocess -Wno-maybe-uninitialized -Wno-array-bounds
+      -Wno-stringop-overflow -Wno-stringop-overread -Wno-restrict)
+  endif()
+  target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${options}>")
+  if(LIGATURE_CUDA)
+    # The code that nvcc makes of a kernel for the host is not written by us.
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall>)
   endif()
   if(LIGATURE_SANITIZE)
     target_compile_options(${target} PRIVATE

@@ -52,10 +52,11 @@ if(LIGATURE_TORCH_PACKAGE)
 endif()
 
 if(TARGET torch OR NOT LIGATURE_TORCH_PACKAGE)
-elseif(LIGATURE_TORCH_CUDA AND NOT CUDAToolkit_FOUND)
+elseif(LIGATURE_TORCH_CUDA AND (LIGATURE_CUDA OR NOT CUDAToolkit_FOUND))
   # A CUDA torch on a machine without the CUDA toolkit: torch's own package file would stop here,
   # although code without kernels of its own needs only the headers and libraries. Nothing refers to
-  # libtorch_cuda; it registers itself when it is loaded.
+  # libtorch_cuda; it registers itself when it is loaded. With the CUDA backend the same will do, and
+  # torch's package file does not choose the architectures and flags of our kernels.
   foreach(name IN ITEMS c10 torch_cpu torch_cuda torch)
     add_library(${name} SHARED IMPORTED)
     set_target_properties(${name} PROPERTIES

@@ -1,6 +1,10 @@
 #!/bin/sh
-# Builds and checks Ligature on a machine that already has everything, with its own python3 and
-# torch: no virtual environment, no network. Arguments go to the benchmark.
+# Builds, tests and measures Ligature on a GPU machine that already has everything, with its own
+# python3 and CUDA torch: no virtual environment, no network, under ten minutes.
+#   tools/gpu_check.sh                    build, test, bench
+#   tools/gpu_check.sh build test ...     some of build, test, bench, sanitize, in this order
+# JOBS: parallel compile jobs (all cores). CUDA_ARCHITECTURES: as 90a. BENCH_ARGS go to bench.py;
+# TEST_FILTER is a gtest filter for test and sanitize; PYTEST_ARGS go to pytest.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -10,24 +14,67 @@ export CXX=${LIGATURE_CXX:-/usr/bin/g++}
 
 python=$(python3 -c 'import sys; print(sys.executable)')
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
+build=build/gpu
 
 python3 -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda,
   torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")'
 
-echo "== configure and build"
-TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0a} cmake --preset gpu \
-  -DPython3_EXECUTABLE="$python"
-cmake --build build/gpu -j "${JOBS:-16}"
+build() {
+  echo "== configure and build"
+  cmake --preset gpu -DPython3_EXECUTABLE="$python" \
+    "-DLIGATURE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES:-90a}"
+  cmake --build $build -j "${JOBS:-$(nproc)}"
+}
 
 # Both at once, to stay within ten minutes; wheels are tried where there is a compiler cache.
-echo "== C++ and Python tests"
-build/gpu/bin/ligature_tests --gtest_brief=1 >build/gpu/cpp_tests.log 2>&1 &
-cpp_tests=$!
-"$python" -m pytest -q tests/python --ignore tests/python/test_install.py
-if ! wait "$cpp_tests"; then
-  cat build/gpu/cpp_tests.log
-  exit 1
-fi
-tail -n 2 build/gpu/cpp_tests.log
-echo "== benchmark"
-"$python" benchmarks/bench.py "$@"
+run_tests() {
+  echo "== C++ and Python tests"
+  $build/bin/ligature_tests --gtest_brief=1 "--gtest_filter=${TEST_FILTER:-*}" \
+    >$build/cpp_tests.log 2>&1 &
+  cpp_tests=$!
+  failed=""
+  workers=""
+  "$python" -c 'import xdist' 2>/dev/null && workers="-n 4"
+  # shellcheck disable=SC2086
+  "$python" -m pytest -q $workers tests/python --ignore tests/python/test_install.py \
+    ${PYTEST_ARGS:-} || failed=1
+  wait "$cpp_tests" || failed=1
+  if [ -n "$failed" ]; then
+    cat $build/cpp_tests.log
+    return 1
+  fi
+  tail -n 2 $build/cpp_tests.log
+}
+
+bench() {
+  echo "== kernels against a copy of the same bytes"
+  "$python" benchmarks/cuda_kernels.py
+  echo "== benchmark"
+  # shellcheck disable=SC2086
+  "$python" benchmarks/bench.py ${BENCH_ARGS:-}
+}
+
+# The kernels' own tests; torch's caching allocator would hide what is out of bounds.
+sanitize() {
+  for tool in memcheck racecheck initcheck; do
+    echo "== compute-sanitizer: $tool"
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 9 \
+      --kernel-name-exclude kernel_substring=_ZN2at \
+      $build/bin/ligature_tests --gtest_brief=1 "--gtest_filter=${TEST_FILTER:-Cuda*-*MoreThan*}"
+  done
+}
+
+for part in "${@:-build test bench}"; do
+  for name in $part; do
+    case $name in
+      build) build ;;
+      test) run_tests ;;
+      bench) bench ;;
+      sanitize) sanitize ;;
+      *)
+        echo "gpu_check.sh: wanted build, test, bench or sanitize, got $name" >&2
+        exit 2
+        ;;
+    esac
+  done
+done

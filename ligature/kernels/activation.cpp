@@ -4,9 +4,11 @@
 
 #include "ligature/backend/aten/activation.h"
 #include "ligature/backend/cpu/activation.h"
+#include "ligature/backend/cuda/activation.h"
 #include "ligature/backend/shapes/kernels.h"
 #include "ligature/check.h"
 #include "ligature/kernels/arguments.h"
+#include "ligature/kernels/dispatch.h"
 #include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
@@ -75,30 +77,28 @@ const char* activation_name(ActivationKind kind) {
 }
 
 Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
-  const KernelScope scope("activation_forward");
+  const KernelScope scope("activation_forward", x);
   check_activation(x, spec, scales);
   if (x.is_meta()) return shapes::activation_forward(x, spec);
-  return x.is_cpu() ? cpu::activation_forward(x, spec, scales)
-                    : aten::activation_forward(x, spec, scales);
+  return LIGATURE_DISPATCH(x, activation_forward, x, spec, scales);
 }
 
 Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
-  const KernelScope scope("activation_forward_");
+  const KernelScope scope("activation_forward_", x);
   LIGATURE_CHECK(!is_gated(spec.kind), "[activation_forward_] wanted an activation that keeps the ",
                  "shape, got ", activation_name(spec.kind));
   check_activation(x, spec, {});
   if (x.is_meta()) return x;
-  return x.is_cpu() ? cpu::activation_forward_(x, spec) : aten::activation_forward_(x, spec);
+  return LIGATURE_DISPATCH(x, activation_forward_, x, spec);
 }
 
 ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        const ActivationSpec& spec, const Tensor& scales,
                                        bool need_dscales, bool need_dbias) {
-  const KernelScope scope("activation_backward");
+  const KernelScope scope("activation_backward", x);
   check_activation_gradient(dy, x, spec, scales, need_dscales);
   if (x.is_meta()) return shapes::activation_backward(x, scales, need_dscales, need_dbias);
-  return x.is_cpu() ? cpu::activation_backward(dy, x, spec, scales, need_dscales, need_dbias)
-                    : aten::activation_backward(dy, x, spec, scales, need_dscales, need_dbias);
+  return LIGATURE_DISPATCH(x, activation_backward, dy, x, spec, scales, need_dscales, need_dbias);
 }
 
 }  // namespace ligature::kernels

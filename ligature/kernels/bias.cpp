@@ -3,21 +3,23 @@
 
 #include "ligature/backend/aten/bias.h"
 #include "ligature/backend/cpu/bias.h"
+#include "ligature/backend/cuda/bias.h"
 #include "ligature/backend/shapes/kernels.h"
+#include "ligature/kernels/dispatch.h"
 #include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
 
 Tensor bias_forward(const Tensor& x, const Tensor& b) {
-  const KernelScope scope("bias_forward");
+  const KernelScope scope("bias_forward", x);
   if (x.is_meta()) return shapes::like(x);
-  return x.is_cpu() ? cpu::bias_forward(x, b) : aten::bias_forward(x, b);
+  return LIGATURE_DISPATCH(x, bias_forward, x, b);
 }
 
 Tensor bias_backward(const Tensor& dy, int64_t features) {
-  const KernelScope scope("bias_backward");
+  const KernelScope scope("bias_backward", dy);
   if (dy.is_meta()) return shapes::bias_backward(dy, features);
-  return dy.is_cpu() ? cpu::bias_backward(dy, features) : aten::bias_backward(dy, features);
+  return LIGATURE_DISPATCH(dy, bias_backward, dy, features);
 }
 
 }  // namespace ligature::kernels

@@ -1,5 +1,6 @@
-// Matrix products are ATen's on every device. Host time matters here: a training step of a small
-// model makes these calls thousands of times, so each path is the fewest dispatches that do it.
+// Matrix products are cuBLASLt's on CUDA, and ATen's on every other device and in float64. Host
+// time matters here: a training step of a small model makes these calls thousands of times, so each
+// path is the fewest dispatches that do it.
 #include "ligature/kernels/gemm.h"
 
 #include <ATen/ops/add.h>
@@ -7,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include "ligature/backend/cuda/gemm.h"
 #include "ligature/check.h"
 #include "ligature/kernels/log.h"
 
@@ -41,12 +43,36 @@ Tensor product(const Tensor& a, const Tensor& b, const Tensor& add, double alpha
   return y;
 }
 
+// cuBLASLt takes what has the operands' dtype and just the result's shape; ATen broadcasts the
+// rest, or says what is wrong with it.
+bool is_vector(const Tensor& t, const Tensor& like, int64_t n) {
+  return !t.defined() || (t.dim() == 1 && t.size(0) == n && t.scalar_type() == like.scalar_type() &&
+                          t.device() == like.device() && !t.is_neg());
+}
+
+bool is_matrix(const Tensor& t, const Tensor& like, int64_t rows, int64_t columns) {
+  return !t.defined() ||
+         (t.dim() > 0 && t.size(-1) == columns && t.numel() == rows * columns &&
+          t.scalar_type() == like.scalar_type() && t.device() == like.device() && !t.is_neg());
+}
+
+const char* backend_of(const Tensor& x, bool cuda) {
+  if (x.is_meta()) {
+    const bool stands_for_cuda = device_behind(x) == at::kCUDA;
+    cuda = stands_for_cuda && cuda::has_gemm(x.scalar_type());
+  }
+  return cuda ? "cublaslt" : "aten";
+}
+
 }  // namespace
 
 Tensor linear_forward(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& add,
                       double alpha) {
-  const KernelScope scope("linear_forward", "aten");
+  const bool on_cuda = cuda::runs_gemm(x, w) && is_vector(bias, x, w.size(0)) &&
+                       is_matrix(add, x, row_count(x), w.size(0));
+  const KernelScope scope("linear_forward", backend_of(x, on_cuda));
   check_inner("linear_forward", "x with a last dimension", w.size(1), x.size(-1));
+  if (on_cuda) return cuda::linear_forward(x, w, bias, add, alpha);
   if (bias.defined() && add.defined()) {
     Tensor y = at::add(add, bias);
     linear_forward_add_(y, x, w, {}, alpha);
@@ -58,27 +84,38 @@ Tensor linear_forward(const Tensor& x, const Tensor& w, const Tensor& bias, cons
 
 void linear_forward_add_(Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias,
                          double alpha) {
-  const KernelScope scope("linear_forward_add_", "aten");
+  const bool on_cuda = cuda::runs_gemm(x, w) && is_vector(bias, x, w.size(0)) &&
+                       is_matrix(y, x, row_count(x), w.size(0));
+  const KernelScope scope("linear_forward_add_", backend_of(x, on_cuda));
   check_inner("linear_forward_add_", "x with a last dimension", w.size(1), x.size(-1));
+  if (on_cuda) return cuda::linear_forward_add_(y, x, w, bias, alpha);
   if (bias.defined()) y.add_(bias);
   as_matrix(y).addmm_(as_matrix(x), w.t(), 1, alpha);
 }
 
 Tensor linear_input_grad(const Tensor& dy, const Tensor& w, const Tensor& add, double alpha) {
-  const KernelScope scope("linear_input_grad", "aten");
+  const bool on_cuda = cuda::runs_gemm(dy, w) && is_matrix(add, dy, row_count(dy), w.size(1));
+  const KernelScope scope("linear_input_grad", backend_of(dy, on_cuda));
   check_inner("linear_input_grad", "dy with a last dimension", w.size(0), dy.size(-1));
+  if (on_cuda) return cuda::linear_input_grad(dy, w, add, alpha);
   const Tensor addend = add.defined() ? as_matrix(add) : add;
   return as_rows_of(product(as_matrix(dy), w, addend, alpha), dy);
 }
 
 Tensor linear_weight_grad(const Tensor& dy, const Tensor& x, double alpha) {
-  const KernelScope scope("linear_weight_grad", "aten");
+  const bool on_cuda = cuda::runs_gemm(dy, x) && row_count(dy) == row_count(x);
+  const KernelScope scope("linear_weight_grad", backend_of(dy, on_cuda));
+  if (on_cuda) return cuda::linear_weight_grad(dy, x, alpha);
   return product(as_matrix(dy).t(), as_matrix(x), {}, alpha);
 }
 
 void linear_weight_grad_into(Tensor& out, const Tensor& dy, const Tensor& x, bool accumulate,
                              double alpha) {
-  const KernelScope scope("linear_weight_grad_into", "aten");
+  const bool on_cuda = cuda::runs_gemm(dy, x) && row_count(dy) == row_count(x) &&
+                       cuda::runs_gemm(out, out) && out.device() == dy.device() && out.dim() == 2 &&
+                       out.size(0) == dy.size(-1) && out.size(1) == x.size(-1);
+  const KernelScope scope("linear_weight_grad_into", backend_of(dy, on_cuda));
+  if (on_cuda) return cuda::linear_weight_grad_into(out, dy, x, accumulate, alpha);
   Tensor dyt = as_matrix(dy).t();
   Tensor x2 = as_matrix(x);
   const double beta = accumulate ? 1.0 : 0.0;

@@ -5,6 +5,8 @@
 
 #include <string_view>
 
+#include "ligature/backend/cuda/runs.h"
+
 namespace ligature::kernels {
 
 namespace {
@@ -58,7 +60,18 @@ struct AtenObserver {
   }
 };
 
-const char* backend_name(at::DeviceType device) { return device == at::kCPU ? "cpu" : "aten"; }
+const char* backend_name(at::DeviceType device, at::ScalarType dtype) {
+  if (device == at::kCPU) return "cpu";
+  return device == at::kCUDA && cuda::computes_in(dtype) ? "cuda" : "aten";
+}
+
+at::DeviceType device_for(const Tensor& x) {
+  return x.is_meta() && current_log != nullptr ? current_log->device_ : x.device().type();
+}
+
+at::DeviceType device_behind(const Tensor& x) {
+  return x.is_meta() && current_log != nullptr ? current_log->device_ : x.device().type();
+}
 
 KernelLog::KernelLog(at::DeviceType device) : device_(device), outer_(current_log) {
   current_log = this;
@@ -72,12 +85,13 @@ KernelLog::~KernelLog() {
   current_log = outer_;
 }
 
-void KernelScope::enter(const char* name, const char* backend) {
+void KernelScope::enter(const char* name, at::ScalarType dtype, const char* backend) {
   KernelLog* log = current_log;
   if (log == nullptr || log->in_kernel_) return;
   log_ = log;
   log_->in_kernel_ = true;
-  log_->calls_.push_back({name, backend != nullptr ? backend : backend_name(log_->device_), {}});
+  log_->calls_.push_back(
+      {name, backend != nullptr ? backend : backend_name(log_->device_, dtype), {}});
 }
 
 void KernelScope::stands_for(const char* aten_call) {

@@ -11,14 +11,22 @@
 
 namespace ligature::kernels {
 
+using at::Tensor;
+
 struct KernelCall {
   std::string name;
-  std::string backend;             ///< "cpu", "aten", or "python" for a guest
+  std::string backend;             ///< "cpu", "cuda", "aten", or "python" for a guest
   std::vector<std::string> calls;  ///< the ATen calls of a kernel that is made of them
 };
 
 /// The backend that serves kernels of our own on this kind of device.
-const char* backend_name(at::DeviceType device);
+const char* backend_name(at::DeviceType device, at::ScalarType dtype = at::kFloat);
+
+/// Where a tensor is, or what one without memory stands for while a log is open.
+at::DeviceType device_for(const Tensor& x);
+
+/// Where a tensor is, or what one without memory stands for while a log is open.
+at::DeviceType device_behind(const Tensor& x);
 
 class KernelLog {
  public:
@@ -32,7 +40,9 @@ class KernelLog {
 
  private:
   friend class KernelScope;
+  friend at::DeviceType device_for(const Tensor& x);
   friend struct AtenObserver;
+  friend at::DeviceType device_behind(const Tensor& x);
 
   at::DeviceType device_;
   std::vector<KernelCall> calls_;
@@ -45,9 +55,12 @@ class KernelLog {
 /// In a kernel's entry function, at its beginning.
 class KernelScope {
  public:
-  explicit KernelScope(const char* name) { enter(name, nullptr); }
-  /// For a kernel that is ATen's on every device.
-  KernelScope(const char* name, const char* backend) { enter(name, backend); }
+  /// For a kernel that is served alike whatever the dtype.
+  explicit KernelScope(const char* name) { enter(name, at::kFloat, nullptr); }
+  /// `x`: by its dtype a backend is chosen.
+  KernelScope(const char* name, const Tensor& x) { enter(name, x.scalar_type(), nullptr); }
+  /// For a kernel that is this backend's on every device.
+  KernelScope(const char* name, const char* backend) { enter(name, at::kFloat, backend); }
   ~KernelScope();
   KernelScope(const KernelScope&) = delete;
   KernelScope& operator=(const KernelScope&) = delete;
@@ -56,7 +69,7 @@ class KernelScope {
   void stands_for(const char* aten_call);
 
  private:
-  void enter(const char* name, const char* backend);
+  void enter(const char* name, at::ScalarType dtype, const char* backend);
   KernelLog* log_ = nullptr;
 };
 

@@ -1,9 +1,12 @@
-// Checks of formats and sizes, and the dispatch by device. Low precision has a CPU backend alone.
+// Checks of formats and sizes, and the dispatch by device. Low precision has no ATen backend: a
+// CUDA tensor in a build without the CUDA backend is refused there, by the name of the build's
+// option.
 #include "ligature/kernels/quantize.h"
 
 #include "ligature/backend/cpu/activation.h"
 #include "ligature/backend/cpu/norm.h"
 #include "ligature/backend/cpu/quantize.h"
+#include "ligature/backend/cuda/quantize.h"
 #include "ligature/backend/shapes/quantize.h"
 #include "ligature/check.h"
 #include "ligature/kernels/arguments.h"
@@ -14,8 +17,8 @@ namespace ligature::kernels {
 namespace {
 
 void check_device(const char* op, const Tensor& x) {
-  LIGATURE_CHECK(x.is_cpu() || x.is_meta(), "[", op,
-                 "] low precision runs on the CPU in this version, got a tensor on ", x.device());
+  LIGATURE_CHECK(x.is_cpu() || x.is_cuda() || x.is_meta(), "[", op,
+                 "] low precision runs on the CPU and on CUDA, got a tensor on ", x.device());
 }
 
 void check_values(const char* op, const Tensor& x) {
@@ -29,9 +32,11 @@ void check_values(const char* op, const Tensor& x) {
                  " with strides ", x.strides());
 }
 
-void check_one_float(const char* op, const char* name, const Tensor& t) {
+void check_one_float(const char* op, const char* name, const Tensor& t, const Tensor& x) {
   LIGATURE_CHECK(t.scalar_type() == at::kFloat && t.numel() == 1, "[", op, "] ", name,
                  " must be one float, got ", t.scalar_type(), " of shape ", t.sizes());
+  LIGATURE_CHECK(x.is_meta() || t.device() == x.device(), "[", op, "] ", name, " must be on ",
+                 x.device(), ", got ", t.device());
 }
 
 void check_format(const char* op, const Format& format) {
@@ -52,14 +57,14 @@ void check_format(const char* op, const Format& format) {
                  "] wanted square blocks or a Hadamard transform, got both");
 }
 
-void check_args(const char* op, const QuantizeArgs& args, bool meta) {
+void check_args(const char* op, const QuantizeArgs& args, const Tensor& x) {
   check_format(op, args.format);
   LIGATURE_CHECK(args.rowwise || args.columnwise, "[", op,
                  "] wanted row-wise or column-wise data, got neither");
-  if (args.format.scaling != Scaling::Delayed || meta) return;
+  if (args.format.scaling != Scaling::Delayed || x.is_meta()) return;
   LIGATURE_CHECK(args.scale.defined(), "[", op, "] wanted a scale, got none");
-  check_one_float(op, "scale", args.scale);
-  if (args.amax.defined()) check_one_float(op, "amax", args.amax);
+  check_one_float(op, "scale", args.scale, x);
+  if (args.amax.defined()) check_one_float(op, "amax", args.amax, x);
 }
 
 int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
@@ -78,6 +83,8 @@ void check_matrix(const char* op, const QuantizedMatrix& q, const Format& format
   LIGATURE_CHECK(q.data.is_contiguous() && q.scale.is_contiguous(), "[", op,
                  "] data and scale must be contiguous, got strides ", q.data.strides(), " and ",
                  q.scale.strides());
+  LIGATURE_CHECK(q.scale.device() == q.data.device(), "[", op, "] scale must be on ",
+                 q.data.device(), ", got ", q.scale.device());
   const bool floats = format.per_tensor() || format.scaling == Scaling::Block;
   LIGATURE_CHECK_TYPE(q.scale.scalar_type() == (floats ? at::kFloat : at::kByte), "[", op,
                       "] scale must be ", floats ? "float" : "uint8", ", got ",
@@ -93,6 +100,7 @@ void check_matrix(const char* op, const QuantizedMatrix& q, const Format& format
                  at::IntArrayRef(wanted), ", got ", q.scale.sizes());
   if (format.scaling != Scaling::NV) return;
   LIGATURE_CHECK(q.amax.defined() && q.amax.scalar_type() == at::kFloat && q.amax.is_contiguous() &&
+                     q.amax.device() == q.data.device() &&
                      q.amax.numel() == (format.row_scaled ? rows : 1),
                  "[", op, "] amax must be ", format.row_scaled ? "a float per row" : "one float",
                  ", got ", q.amax.defined() ? "another" : "none");
@@ -108,27 +116,28 @@ Tensor decoded(const char* op, const QuantizedMatrix& q, int64_t columns, at::Sc
   return shapes::decoded(q, columns, dtype);
 }
 
-/// Can rows be computed one after the other, straight into low precision? Else the two kernels run
-/// after each other.
-bool rows_to_walk(const Tensor& x) { return !x.is_meta() && x.numel() > 0; }
+/// On the CPU: can rows be computed one after the other, straight into low precision? Else the two
+/// kernels run after each other.
+bool rows_to_walk(const Tensor& x) { return x.is_cpu() && x.numel() > 0; }
 
 }  // namespace
 
 QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args) {
   const KernelScope scope("quantize");
   check_values("quantize", x);
-  check_args("quantize", args, x.is_meta());
+  check_args("quantize", args, x);
   if (x.is_meta()) return shapes::quantize(x.sizes(), args, x.options());
-  return cpu::quantize(x, args);
+  return x.is_cpu() ? cpu::quantize(x, args) : cuda::quantize(x, args);
 }
 
 void update_amax(const Tensor& x, Tensor& amax) {
   const KernelScope scope("update_amax");
   check_device("update_amax", x);
-  check_one_float("update_amax", "amax", amax);
+  check_one_float("update_amax", "amax", amax, x);
   LIGATURE_CHECK(x.is_contiguous(), "[update_amax] wanted a contiguous tensor, got strides ",
                  x.strides());
-  if (!x.is_meta()) cpu::update_amax(x, amax);
+  if (x.is_cpu()) cpu::update_amax(x, amax);
+  if (x.is_cuda()) cuda::update_amax(x, amax);
 }
 
 Tensor dequantize(const QuantizedMatrix& q, const Format& format, int64_t columns,
@@ -136,7 +145,8 @@ Tensor dequantize(const QuantizedMatrix& q, const Format& format, int64_t column
   const KernelScope scope("dequantize");
   check_matrix("dequantize", q, format, columns);
   Tensor out = decoded("dequantize", q, columns, dtype, false);
-  if (!out.is_meta()) cpu::dequantize(out, q, format);
+  if (out.is_cpu()) cpu::dequantize(out, q, format);
+  if (out.is_cuda()) cuda::dequantize(out, q, format);
   return out;
 }
 
@@ -145,7 +155,8 @@ Tensor expand(const QuantizedMatrix& q, const Format& format, int64_t columns,
   const KernelScope scope("expand");
   check_matrix("expand", q, format, columns);
   Tensor out = decoded("expand", q, columns, dtype, true);
-  if (!out.is_meta()) cpu::expand(out, q, format);
+  if (out.is_cpu()) cpu::expand(out, q, format);
+  if (out.is_cuda()) cuda::expand(out, q, format);
   return out;
 }
 
@@ -155,14 +166,14 @@ QuantizedMatrix transpose(const QuantizedMatrix& q, const Format& format, int64_
   LIGATURE_CHECK(format.orientations_agree(), "[transpose] wanted a format whose orientations are ",
                  "each other's transpose, got ", format.name());
   if (q.data.is_meta()) return shapes::transpose(q, format, columns);
-  return cpu::transpose(q, format, columns);
+  return q.data.is_cpu() ? cpu::transpose(q, format, columns) : cuda::transpose(q, format, columns);
 }
 
 Tensor hadamard(const Tensor& x, bool inverse) {
   const KernelScope scope("hadamard");
   check_values("hadamard", x);
   if (x.is_meta()) return shapes::hadamard(x);
-  return cpu::hadamard(x, inverse);
+  return x.is_cpu() ? cpu::hadamard(x, inverse) : cuda::hadamard(x, inverse);
 }
 
 NormQuantized layer_norm_forward_quantize(const Tensor& x, const Tensor& w, const Tensor& b,
@@ -172,7 +183,10 @@ NormQuantized layer_norm_forward_quantize(const Tensor& x, const Tensor& w, cons
   const KernelScope scope(op);
   check_device(op, x);
   check_norm(op, x, w);
-  check_args(op, args, x.is_meta());
+  check_args(op, args, x);
+  if (x.is_cuda() && cuda::fuses_norm(x, w, b, out_dtype, args)) {
+    return cuda::norm_forward_quantize(x, w, b, eps, zero_centered_gamma, true, args);
+  }
   if (!rows_to_walk(x) || w.numel() != x.size(-1)) {
     const NormForward f = layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype);
     return {quantize(f.y, args), f.mean, f.rstd};
@@ -188,7 +202,10 @@ NormQuantized rms_norm_forward_quantize(const Tensor& x, const Tensor& w, double
   const KernelScope scope(op);
   check_device(op, x);
   check_norm(op, x, w);
-  check_args(op, args, x.is_meta());
+  check_args(op, args, x);
+  if (x.is_cuda() && cuda::fuses_norm(x, w, {}, out_dtype, args)) {
+    return cuda::norm_forward_quantize(x, w, {}, eps, zero_centered_gamma, false, args);
+  }
   if (!rows_to_walk(x) || w.numel() != x.size(-1)) {
     const NormForward f = rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype);
     return {quantize(f.y, args), {}, f.rstd};
@@ -203,7 +220,10 @@ QuantizedPair activation_forward_quantize(const Tensor& x, const ActivationSpec&
   const KernelScope scope(op);
   check_device(op, x);
   check_activation(x, spec, scales);
-  check_args(op, args, x.is_meta());
+  check_args(op, args, x);
+  if (x.is_cuda() && cuda::fuses_activation(x, spec, scales, args)) {
+    return cuda::activation_forward_quantize(x, spec, scales, args);
+  }
   if (!rows_to_walk(x)) return quantize(activation_forward(x, spec, scales), args);
   return cpu::quantize(*cpu::activation_forward_rows(x, spec, scales), args);
 }
@@ -217,7 +237,10 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
   const KernelScope scope(op);
   check_device(op, x);
   check_activation_gradient(dy, x, spec, scales, need_dscales);
-  check_args(op, args, x.is_meta());
+  check_args(op, args, x);
+  if (x.is_cuda() && cuda::fuses_activation_backward(dy, x, spec, scales, args)) {
+    return cuda::activation_backward_quantize(dy, x, spec, scales, need_dscales, need_dbias, args);
+  }
   if (!rows_to_walk(x)) {
     const auto g = activation_backward(dy, x, spec, scales, need_dscales, need_dbias);
     return {quantize(g.dx, args), g.dscales, g.dbias};

@@ -9,6 +9,7 @@
 #include <exception>
 #include <map>
 
+#include "ligature/backend/cuda/quantize.h"
 #include "ligature/check.h"
 
 namespace ligature {
@@ -47,8 +48,10 @@ at::Tensor DelayedSession::scale_of(const DelayedScalePtr& delayed, bool& record
   if (found != index_.end()) return met_[found->second].scale;
   if (!record) return delayed->scale;
   index_.emplace(delayed.get(), met_.size());
-  met_.push_back({delayed, delayed->scale});
-  return delayed->scale;
+  // A captured graph overwrites factors: what this pass uses, also when it is run again, is a copy.
+  const bool captured = cuda::is_captured(delayed->scale);
+  met_.push_back({delayed, captured ? delayed->scale.clone() : delayed->scale});
+  return met_.back().scale;
 }
 
 void DelayedSession::update() {
@@ -71,7 +74,10 @@ void DelayedSession::update() {
       }
     }
   }
-  for (const Met& met : met_) met.delayed->recipe->update(*met.delayed);
+  std::vector<DelayedScale*> tensors;
+  tensors.reserve(met_.size());
+  for (const Met& met : met_) tensors.push_back(met.delayed.get());
+  DelayedScaling::update_all(tensors);
 }
 
 const AutocastState& autocast_state() { return thread_state.now; }

@@ -2,12 +2,15 @@
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/clamp_min.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
 
 #include <limits>
+#include <optional>
 
+#include "ligature/backend/cuda/gemm.h"
 #include "ligature/kernels/gemm.h"
 #include "ligature/kernels/log.h"
 #include "ligature/ops/prepare.h"
@@ -19,9 +22,43 @@ namespace {
 struct Operand {
   Tensor matrix;
   double factor = 1.0;
+  Tensor device_factor;  // float [1], instead of `factor`: nobody waits for a device
   Tensor row_factors;    // float [rows]
   Tensor block_factors;  // float [rows, blocks along k]
 };
+
+/// One side of a product: `along_rows`: the product runs over the value's rows (all dimensions but
+/// the last), so the operand is its transpose.
+struct Side {
+  const Value& value;
+  bool along_rows = false;
+  bool hadamard = false;
+};
+
+/// The data that a side is read from.
+struct Source {
+  const kernels::QuantizedMatrix* matrix = nullptr;  // null: from the dequantized values
+  bool turned = false;                               // it is the operand's transpose
+  int64_t rows = 0, columns = 0;                     // of the operand
+};
+
+Source source_of(const Side& side) {
+  const QuantizedTensor& q = *side.value.quantized();
+  const Format& format = q.format_tag();
+  const auto& wanted = side.along_rows ? q.columnwise() : q.rowwise();
+  const auto& other = side.along_rows ? q.rowwise() : q.columnwise();
+  Source out;
+  out.rows = side.along_rows ? q.columns() : q.rows();
+  out.columns = side.along_rows ? q.rows() : q.columns();
+  if (wanted.defined() && (!side.along_rows || format.hadamard == side.hadamard)) {
+    out.matrix = &wanted;
+    if (side.along_rows && side.hadamard) out.columns = (out.columns + 15) / 16 * 16;
+  } else if (other.defined() && format.orientations_agree()) {
+    out.matrix = &other;
+    out.turned = true;
+  }
+  return out;
+}
 
 Tensor as_matrix(const Tensor& t) { return t.dim() == 2 ? t : t.reshape({-1, t.size(-1)}); }
 
@@ -31,56 +68,57 @@ Tensor upper_factor(const Tensor& amax, const Format& format) {
   return at::clamp_min(amax.div(divisor), std::numeric_limits<float>::min());
 }
 
-Operand expand(const kernels::QuantizedMatrix& q, const Format& format, int64_t rows,
-               int64_t columns, at::ScalarType dtype) {
+void set_factor(Operand& out, const Tensor& factor) {
+  if (factor.is_cuda()) {
+    out.device_factor = factor;
+  } else {
+    out.factor = factor.item<float>();
+  }
+}
+
+// Each row of factors for 128 rows of the operand.
+Tensor factors_by_row(const Tensor& factors, int64_t rows) {
+  return factors.unsqueeze(1)
+      .expand({factors.size(0), 128, factors.size(1)})
+      .reshape({factors.size(0) * 128, factors.size(1)})
+      .narrow(0, 0, rows);
+}
+
+Operand expand(const Source& source, const Format& format, at::ScalarType dtype) {
+  const kernels::QuantizedMatrix& q = *source.matrix;
   Operand out;
-  out.matrix = kernels::expand(q, format, columns, dtype);
+  out.matrix = kernels::expand(q, format, source.turned ? source.rows : source.columns, dtype);
+  if (source.turned) out.matrix = out.matrix.t();
   if (q.data.is_meta()) return out;
   if (format.per_tensor()) {
-    out.factor = q.scale.item<float>();
+    set_factor(out, q.scale);
   } else if (format.scaling == Scaling::NV) {
     const Tensor upper = upper_factor(q.amax, format);
     if (format.row_scaled) {
       out.row_factors = upper;
     } else {
-      out.factor = upper.item<float>();
+      set_factor(out, upper);
     }
   } else if (format.scaling == Scaling::Block && !format.power_of_2_scales) {
-    out.block_factors = q.scale;
-    if (format.block_2d) {
-      out.block_factors = q.scale.repeat_interleave(128, 0).narrow(0, 0, rows);
-    }
+    const Tensor factors = source.turned ? q.scale.t() : q.scale;
+    out.block_factors = format.block_2d ? factors_by_row(factors, source.rows) : factors;
   }
   return out;
 }
 
-/// `along_rows`: the product runs over the matrix's rows (all dimensions but the last), so the
-/// operand is its transpose.
-Operand operand(const Value& v, bool along_rows, bool hadamard, at::ScalarType dtype) {
-  if (!v.is_quantized()) {
-    const Tensor plain = as_matrix(prepare(v, dtype));
-    return {along_rows ? plain.t() : plain, 1.0, {}, {}};
+Operand operand(const Side& side, at::ScalarType dtype) {
+  Tensor plain;
+  if (side.value.is_quantized()) {
+    const QuantizedTensor& q = *side.value.quantized();
+    const Source source = source_of(side);
+    if (source.matrix != nullptr) return expand(source, q.format_tag(), dtype);
+    plain = as_matrix(q.dequantize(dtype));
+  } else {
+    plain = as_matrix(prepare(side.value, dtype));
   }
-  const QuantizedTensor& q = *v.quantized();
-  const Format& format = q.format_tag();
-  const auto& wanted = along_rows ? q.columnwise() : q.rowwise();
-  const auto& other = along_rows ? q.rowwise() : q.columnwise();
-  const int64_t rows = along_rows ? q.columns() : q.rows();
-  int64_t columns = along_rows ? q.rows() : q.columns();
-  if (wanted.defined() && (!along_rows || format.hadamard == hadamard)) {
-    if (along_rows && hadamard) columns = (columns + 15) / 16 * 16;
-    return expand(wanted, format, rows, columns, dtype);
-  }
-  if (other.defined() && format.orientations_agree()) {
-    Operand out = expand(other, format, columns, rows, dtype);
-    out.matrix = out.matrix.t();
-    if (out.block_factors.defined()) {
-      out.block_factors = other.scale.t().repeat_interleave(128, 0).narrow(0, 0, rows);
-    }
-    return out;
-  }
-  const Tensor plain = as_matrix(q.dequantize(dtype));
-  return {along_rows ? plain.t() : plain, 1.0, {}, {}};
+  Operand out;
+  out.matrix = side.along_rows ? plain.t() : plain;
+  return out;
 }
 
 bool has_hadamard(const Value& v) {
@@ -88,8 +126,15 @@ bool has_hadamard(const Value& v) {
          v.quantized()->columnwise().defined();
 }
 
-at::ScalarType operand_dtype(at::ScalarType dtype) {
-  return dtype == at::kBFloat16 ? at::kBFloat16 : at::kFloat;
+bool is_exact_in_bfloat16(const Side& side) {
+  return side.value.is_quantized() && source_of(side).matrix != nullptr;
+}
+
+/// CUDA devices are much faster in bfloat16 than in float32, and no less exact for such operands.
+at::ScalarType operand_dtype(at::ScalarType dtype, const Side& a, const Side& b) {
+  const bool fast =
+      a.value.device().is_cuda() && is_exact_in_bfloat16(a) && is_exact_in_bfloat16(b);
+  return dtype == at::kBFloat16 || fast ? at::kBFloat16 : at::kFloat;
 }
 
 bool is_plain(const Operand& a) { return !a.row_factors.defined() && !a.block_factors.defined(); }
@@ -101,6 +146,8 @@ Tensor full_product(const Operand& a, const Operand& b) {
   const auto with_factors = [](Tensor y, const Operand& rows, const Operand& columns) {
     if (rows.row_factors.defined()) y.mul_(rows.row_factors.unsqueeze(1));
     if (columns.row_factors.defined()) y.mul_(columns.row_factors.unsqueeze(0));
+    if (rows.device_factor.defined()) y.mul_(rows.device_factor);
+    if (columns.device_factor.defined()) y.mul_(columns.device_factor);
     const double factor = rows.factor * columns.factor;
     return factor == 1.0 ? y : y.mul_(factor);
   };
@@ -118,9 +165,24 @@ Tensor full_product(const Operand& a, const Operand& b) {
   return with_factors(y, a, b);
 }
 
+cuda::ProductTerms terms_of(const Operand& a, const Operand& b, const ProductArgs& args,
+                            const Tensor& add) {
+  cuda::ProductTerms terms;
+  terms.dtype = args.dtype;
+  terms.bias = args.bias;
+  terms.add = add;
+  terms.alpha = args.alpha * a.factor * b.factor;
+  terms.a_factor = a.device_factor;
+  terms.b_factor = b.device_factor;
+  return terms;
+}
+
 Tensor product(const Operand& a, const Operand& b, const ProductArgs& args) {
   const Tensor add = args.add.defined() ? as_matrix(args.add) : Tensor();
   if (is_plain(a) && is_plain(b)) {
+    if (cuda::runs_gemm(a.matrix, b.matrix)) {
+      return cuda::scaled_product(a.matrix, b.matrix, terms_of(a, b, args, add));
+    }
     const at::ScalarType dtype = a.matrix.scalar_type();
     const auto same = [&](const Tensor& t) { return t.defined() ? cast(t, dtype) : t; };
     return cast(kernels::linear_forward(a.matrix, b.matrix, same(args.bias), same(add),
@@ -134,6 +196,86 @@ Tensor product(const Operand& a, const Operand& b, const ProductArgs& args) {
   return cast(y, args.dtype);
 }
 
+void product_into(Tensor& out, const Operand& a, const Operand& b, bool accumulate,
+                  const ProductArgs& args) {
+  if (is_plain(a) && is_plain(b)) {
+    if (cuda::runs_gemm(a.matrix, b.matrix)) {
+      cuda::scaled_product_into(out, a.matrix, b.matrix, accumulate, terms_of(a, b, args, {}));
+      return;
+    }
+    kernels::linear_weight_grad_into(out, a.matrix.t(), b.matrix.t(), accumulate,
+                                     args.alpha * a.factor * b.factor);
+    return;
+  }
+  ProductArgs wide = args;
+  wide.dtype = at::kFloat;
+  const Tensor dw = product(a, b, wide);
+  accumulate ? out.add_(dw) : out.copy_(dw);
+}
+
+/// A product that the device has for these formats.
+struct Native {
+  cuda::QuantizedOperand a, b;
+  cuda::ProductTerms terms;
+  bool turn_a = false, turn_b = false;  // only the other orientation is there
+  const char* backend = "cublaslt";
+
+  bool without_memory() const { return a.matrix.data.is_meta(); }
+};
+
+cuda::QuantizedOperand native_operand(const Source& source, const Format& format) {
+  return {*source.matrix, format, source.rows, source.columns};
+}
+
+std::optional<Native> native_product(const Side& a, const Side& b, const ProductArgs& args,
+                                     at::ScalarType dtype, bool fast) {
+  if (!a.value.is_quantized() || !b.value.is_quantized()) return std::nullopt;
+  const Source sa = source_of(a), sb = source_of(b);
+  if (sa.matrix == nullptr || sb.matrix == nullptr) return std::nullopt;
+  if (kernels::device_behind(sa.matrix->data) != at::kCUDA) return std::nullopt;
+  const Format &fa = a.value.quantized()->format_tag(), &fb = b.value.quantized()->format_tag();
+  Native out{native_operand(sa, fa), native_operand(sb, fb), {}, sa.turned, sb.turned};
+  const auto support = cuda::quantized_support(out.a, out.b, dtype);
+  if (support == cuda::QuantizedSupport::No) return std::nullopt;
+  if (support == cuda::QuantizedSupport::NeverRun) {
+    out.backend = "cublaslt, never run on such a device";
+  }
+  out.terms.dtype = dtype;
+  out.terms.bias = args.bias;
+  out.terms.add = args.add.defined() ? as_matrix(args.add) : Tensor();
+  out.terms.alpha = args.alpha;
+  out.terms.fast_accumulation =
+      args.accumulation == Accumulation::Default ? fast : args.accumulation == Accumulation::Fast;
+  return out;
+}
+
+/// What is still to be computed before it can run.
+void make_ready(Native& native) {
+  const auto turn = [](cuda::QuantizedOperand& q) {
+    q.matrix = kernels::transpose(q.matrix, q.format, q.rows);
+  };
+  if (native.turn_a) turn(native.a);
+  if (native.turn_b) turn(native.b);
+  if (native.a.format.scaling != Scaling::NV) return;
+  native.terms.a_factor = upper_factor(native.a.matrix.amax, native.a.format);
+  native.terms.b_factor = upper_factor(native.b.matrix.amax, native.b.format);
+}
+
+Tensor run(const char* name, const Side& a, const Side& b, const ProductArgs& args, bool fast) {
+  if (auto native = native_product(a, b, args, args.dtype, fast)) {
+    const kernels::KernelScope scope(name, native->backend);
+    if (native->without_memory()) {
+      return at::empty({native->a.rows, native->b.rows},
+                       at::TensorOptions(args.dtype).device(at::kMeta));
+    }
+    make_ready(*native);
+    return cuda::quantized_product(native->a, native->b, native->terms);
+  }
+  const kernels::KernelScope scope(name, "emulated");
+  const at::ScalarType dtype = operand_dtype(args.dtype, a, b);
+  return product(operand(a, dtype), operand(b, dtype), args);
+}
+
 Tensor as_rows_of(const Tensor& y, at::IntArrayRef sizes) {
   if (sizes.size() == 2) return y;
   at::DimVector shape(sizes);
@@ -144,42 +286,33 @@ Tensor as_rows_of(const Tensor& y, at::IntArrayRef sizes) {
 }  // namespace
 
 Tensor quantized_linear_forward(const Value& x, const Value& w, const ProductArgs& args) {
-  const kernels::KernelScope scope("linear_forward", "emulated");
-  const at::ScalarType dtype = operand_dtype(args.dtype);
-  return as_rows_of(product(operand(x, false, false, dtype), operand(w, false, false, dtype), args),
-                    x.sizes());
+  return as_rows_of(run("linear_forward", {x}, {w}, args, true), x.sizes());
 }
 
 Tensor quantized_linear_input_grad(const Value& dy, const Value& w, const ProductArgs& args) {
-  const kernels::KernelScope scope("linear_input_grad", "emulated");
-  const at::ScalarType dtype = operand_dtype(args.dtype);
-  return as_rows_of(product(operand(dy, false, false, dtype), operand(w, true, false, dtype), args),
-                    dy.sizes());
+  return as_rows_of(run("linear_input_grad", {dy}, {w, true}, args, false), dy.sizes());
 }
 
 Tensor quantized_linear_weight_grad(const Value& dy, const Value& x, const ProductArgs& args) {
-  const kernels::KernelScope scope("linear_weight_grad", "emulated");
-  const at::ScalarType dtype = operand_dtype(args.dtype);
   const bool hadamard = has_hadamard(dy) && has_hadamard(x);
-  return product(operand(dy, true, hadamard, dtype), operand(x, true, hadamard, dtype), args);
+  return run("linear_weight_grad", {dy, true, hadamard}, {x, true, hadamard}, args, false);
 }
 
 void quantized_linear_weight_grad_into(Tensor& out, const Value& dy, const Value& x,
                                        bool accumulate, const ProductArgs& args) {
-  const kernels::KernelScope scope("linear_weight_grad_into", "emulated");
-  const at::ScalarType dtype = operand_dtype(args.dtype);
+  const char* name = "linear_weight_grad_into";
   const bool hadamard = has_hadamard(dy) && has_hadamard(x);
-  const Operand a = operand(dy, true, hadamard, dtype);
-  const Operand b = operand(x, true, hadamard, dtype);
-  if (is_plain(a) && is_plain(b)) {
-    kernels::linear_weight_grad_into(out, a.matrix.t(), b.matrix.t(), accumulate,
-                                     args.alpha * a.factor * b.factor);
+  const Side a{dy, true, hadamard}, b{x, true, hadamard};
+  if (auto native = native_product(a, b, args, out.scalar_type(), false)) {
+    const kernels::KernelScope scope(name, native->backend);
+    if (native->without_memory()) return;
+    make_ready(*native);
+    cuda::quantized_product_into(out, native->a, native->b, accumulate, native->terms);
     return;
   }
-  ProductArgs wide = args;
-  wide.dtype = at::kFloat;
-  const Tensor dw = product(a, b, wide);
-  accumulate ? out.add_(dw) : out.copy_(dw);
+  const kernels::KernelScope scope(name, "emulated");
+  const at::ScalarType dtype = operand_dtype(args.dtype, a, b);
+  product_into(out, operand(a, dtype), operand(b, dtype), accumulate, args);
 }
 
 }  // namespace ligature

@@ -1,18 +1,24 @@
-// The products of a linear layer over values of which some are quantized. Without hardware for a
-// format they run emulated and lose nothing: elements times their block's factor are exact in
-// bfloat16, so it is a bfloat16 product accumulated in float32, with the float factors applied to
-// the result. Float factors per block are applied to each block's partial sum.
+// The products of a linear layer over values of which some are quantized. Where the device has
+// products of a format, they are its own. Elsewhere they run emulated and lose nothing: elements
+// times their block's factor are exact in bfloat16, so it is a bfloat16 product accumulated in
+// float32, with the float factors applied to the result. Float factors per block are applied to
+// each block's partial sum.
 #pragma once
 
 #include "ligature/value.h"
 
 namespace ligature {
 
+/// How a device's own FP8 products sum up: moved to float32 now and then, or not. `Default`: not in
+/// forward, as recipes have it.
+enum class Accumulation : uint8_t { Default, Split, Fast };
+
 struct ProductArgs {
   at::ScalarType dtype = at::kFloat;  ///< of the result, and of operands that are not quantized
   Tensor bias;                        ///< optional
   Tensor add;                         ///< optional
   double alpha = 1.0;
+  Accumulation accumulation = Accumulation::Default;
 };
 
 /// y = alpha * x w^T + bias + add

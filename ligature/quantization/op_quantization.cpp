@@ -2,9 +2,12 @@
 
 #include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <atomic>
 #include <cstring>
 
+#include "ligature/backend/cuda/quantize.h"
 #include "ligature/ops/prepare.h"
 
 namespace ligature {
@@ -51,43 +54,67 @@ uint64_t checksum(const Tensor& weight) {
   return sum;
 }
 
-bool can_be_kept(const Tensor& weight) {
-  return weight.is_cpu() && !weight.is_inference() && weight.is_non_overlapping_and_dense();
+std::atomic<uint64_t> weights_changed{0};
+
+std::optional<c10::Stream> stream_of(const Tensor& weight) {
+  if (weight.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(weight.device().type()).getStream(weight.device());
 }
 
-// Delayed scaling: was it made with the factor that holds now? Without a change of the weight that
-// would be forever the first one, which is chosen from nothing.
-bool has_factor_of(const QuantizedTensor& made, const Quantizer& quantizer) {
-  if (quantizer.delayed == nullptr) return true;
-  const auto& part = made.rowwise().defined() ? made.rowwise() : made.columnwise();
-  return part.scale.item<float>() == 1.0f / quantizer.delayed_scale().item<float>();
+// The bytes of a weight on a GPU cannot be looked at without waiting for it.
+uint64_t sample_of(const Tensor& weight) {
+  return weight.is_cpu() ? checksum(weight) : weights_changed.load(std::memory_order_relaxed);
+}
+
+// A graph that is captured quantizes for itself: it will be run after weights have changed.
+bool can_be_kept(const Tensor& weight) {
+  return (weight.is_cpu() || weight.is_cuda()) && !weight.is_inference() &&
+         weight.is_non_overlapping_and_dense() && !cuda::is_captured(weight);
 }
 
 }  // namespace
+
+void note_weights_changed() { weights_changed.fetch_add(1, std::memory_order_relaxed); }
+
+// Delayed scaling: was it made with the factor that holds now? Without a change of the weight that
+// would be forever the first one, which is chosen from nothing. On a GPU factors are not compared
+// by value: a weight that stays as it is gets quantized once more, with the factor that its own
+// largest value has given.
+bool WeightCache::has_factor_of(const Quantizer& quantizer) const {
+  if (quantizer.delayed == nullptr) return true;
+  const Tensor now = quantizer.delayed_scale();
+  if (!now.is_cpu()) return settled_ || factor_.is_same(now);
+  const auto& rows = quantized_->rowwise();
+  const auto& part = rows.defined() ? rows : quantized_->columnwise();
+  return part.scale.item<float>() == 1.0f / now.item<float>();
+}
 
 bool WeightCache::holds(const Tensor& weight, Usage usage) const {
   if (quantized_ == nullptr) return false;
   const auto alive = weight_.lock();
   return alive.get() == weight.unsafeGetTensorImpl() && version_ == weight._version() &&
-         data_ == weight.const_data_ptr() && (usage_.rowwise || !usage.rowwise) &&
-         (usage_.columnwise || !usage.columnwise);
+         data_ == weight.const_data_ptr() && stream_ == stream_of(weight) &&
+         (usage_.rowwise || !usage.rowwise) && (usage_.columnwise || !usage.columnwise);
 }
 
 QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, Usage usage) {
   if (!can_be_kept(weight)) return quantizer.quantize(weight, usage);
   std::lock_guard<std::mutex> lock(mutex_);
-  const uint64_t sum = checksum(weight);
-  if (holds(weight, usage) && sample_ == sum && has_factor_of(*quantized_, quantizer)) {
-    return quantized_;
-  }
+  const uint64_t sum = sample_of(weight);
+  const bool unchanged = holds(weight, usage) && sample_ == sum;
+  if (unchanged && has_factor_of(quantizer)) return quantized_;
   // What is kept may be used in training later.
   const c10::InferenceMode no_inference(false);
+  const Tensor factor = quantizer.delayed_scale();
   QuantizedPtr made = quantizer.quantize(weight, usage);
   weight_ =
       c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(weight.getIntrusivePtr());
   version_ = weight._version();
   data_ = weight.const_data_ptr();
   sample_ = sum;
+  stream_ = stream_of(weight);
+  factor_ = factor;
+  settled_ = unchanged;
   usage_ = usage;
   quantized_ = made;
   return made;

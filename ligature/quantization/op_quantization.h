@@ -2,11 +2,18 @@
 #pragma once
 
 #include <mutex>
+#include <optional>
 
 #include "ligature/quantization/recipe.h"
 #include "ligature/value.h"
 
 namespace ligature {
+
+/// Says that weights on a GPU may have been written in a way that does not count as a new version
+/// of a tensor: by an optimizer of C++ or one that is not torch's, through `.data`, or by a
+/// captured graph. What was kept of them in low precision is made anew. torch's own optimizers say
+/// so by themselves in Python. Weights on the CPU need it not: their bytes are looked at.
+void note_weights_changed();
 
 /// A weight in low precision, made once per version of the parameter.
 class WeightCache {
@@ -17,6 +24,7 @@ class WeightCache {
 
  private:
   bool holds(const Tensor& weight, Usage usage) const;
+  bool has_factor_of(const Quantizer& quantizer) const;
 
   std::mutex mutex_;
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weight_{
@@ -24,6 +32,9 @@ class WeightCache {
   uint32_t version_ = 0;
   const void* data_ = nullptr;
   uint64_t sample_ = 0;
+  std::optional<c10::Stream> stream_;  // on a GPU: where it was made, the only one to wait for it
+  Tensor factor_;                      // delayed scaling on a GPU: what it was made with,
+  bool settled_ = false;               // and whether its own largest value has a part in that
   Usage usage_{false, false};
   QuantizedPtr quantized_;
 };

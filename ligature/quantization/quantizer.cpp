@@ -8,6 +8,7 @@
 
 #include <mutex>
 
+#include "ligature/backend/cuda/gemm.h"
 #include "ligature/check.h"
 #include "ligature/meta.h"
 
@@ -51,8 +52,9 @@ std::string Quantizer::why_not(const at::Tensor& x) const {
   return "";
 }
 
-Usage Quantizer::usage_for(Usage wanted, at::Device) const {
+Usage Quantizer::usage_for(Usage wanted, at::Device device) const {
   if (!format_.orientations_agree() || (!wanted.rowwise && !wanted.columnwise)) return wanted;
+  if (cuda::has_products_of(format_, device)) return wanted;
   return {true, false};
 }
 

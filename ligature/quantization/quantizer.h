@@ -18,7 +18,8 @@ class DelayedScaling;
 
 /// What delayed scaling remembers of one tensor from step to step.
 struct DelayedScale {
-  at::Tensor scale;    ///< float [1]: values are multiplied by it; replaced, not overwritten
+  /// float [1]: values are multiplied by it; replaced, not overwritten (but by a captured graph)
+  at::Tensor scale;
   at::Tensor amax;     ///< float [1]: the largest magnitude since the last update
   at::Tensor history;  ///< float [amax_history_len]: earlier ones, the newest first
   float max_value = 448.0f;

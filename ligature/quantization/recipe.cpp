@@ -1,13 +1,18 @@
 #include "ligature/quantization/recipe.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/max.h>
+#include <ATen/ops/where.h>
 #include <c10/core/InferenceMode.h>
 
 #include <atomic>
 #include <cmath>
 #include <sstream>
 
+#include "ligature/backend/cuda/quantize.h"
+#include "ligature/backend/cuda/runs.h"
 #include "ligature/check.h"
 #include "ligature/meta.h"
 
@@ -85,12 +90,66 @@ void DelayedScaling::update(DelayedScale& delayed) const {
     delayed.scale = scale.to(at::kFloat).reshape({1}).clone();
     return;
   }
+  if (!amax.is_cpu()) {
+    // As below, without a look at the values.
+    const at::Tensor largest = at::full({1}, delayed.max_value, amax.options()).div_(amax);
+    const at::Tensor scale = largest.div_(std::ldexp(1.0f, static_cast<int>(options.margin)));
+    const at::Tensor good = at::isfinite(amax).logical_and_(amax.ne(0));
+    const at::Tensor usable = good.logical_and_(at::isfinite(scale)).logical_and_(scale.ne(0));
+    delayed.scale = at::where(usable, scale, delayed.scale);
+    return;
+  }
   const float largest = amax.item<float>();
   if (largest == 0.0f || !std::isfinite(largest)) return;
   const float scale =
       delayed.max_value / largest / std::ldexp(1.0f, static_cast<int>(options.margin));
   if (!std::isfinite(scale) || scale == 0.0f) return;
   delayed.scale = at::full({1}, scale, delayed.scale.options());
+}
+
+namespace {
+
+struct DelayedBatch {
+  int64_t margin;
+  bool most_recent;
+  at::Device device;
+  std::vector<cuda::DelayedState> states;
+  std::vector<DelayedScale*> tensors;
+};
+
+DelayedBatch& batch_for(std::vector<DelayedBatch>& batches, const DelayedScalingOptions& options,
+                        at::Device device) {
+  const bool most_recent = options.amax_compute_algo != "max";
+  for (DelayedBatch& batch : batches) {
+    if (batch.margin == options.margin && batch.most_recent == most_recent &&
+        batch.device == device) {
+      return batch;
+    }
+  }
+  return batches.emplace_back(DelayedBatch{options.margin, most_recent, device, {}, {}});
+}
+
+}  // namespace
+
+void DelayedScaling::update_all(const std::vector<DelayedScale*>& tensors) {
+  const c10::InferenceMode no_inference(false);
+  const at::NoGradGuard no_grad;
+  std::vector<DelayedBatch> batches;
+  for (DelayedScale* tensor : tensors) {
+    const DelayedScalingOptions& options = tensor->recipe->options;
+    if (!cuda::runs(tensor->amax) || options.amax_function || options.scale_function ||
+        !tensor->history.is_contiguous()) {
+      tensor->recipe->update(*tensor);
+      continue;
+    }
+    DelayedBatch& batch = batch_for(batches, options, tensor->amax.device());
+    batch.states.push_back({tensor->history, tensor->amax, tensor->scale, tensor->max_value});
+    batch.tensors.push_back(tensor);
+  }
+  for (const DelayedBatch& batch : batches) {
+    const auto scales = cuda::update_delayed(batch.states, batch.margin, batch.most_recent);
+    for (size_t i = 0; i < scales.size(); ++i) batch.tensors[i]->scale = scales[i];
+  }
 }
 
 // ---- Float8CurrentScaling

@@ -64,8 +64,11 @@ class DelayedScaling : public Recipe {
   std::string name() const override { return "DelayedScaling"; }
   std::shared_ptr<Quantizer> make_quantizer(const QuantizerRole& role,
                                             at::Device device) const override;
-  /// Moves amax into the history and chooses the factor anew.
+  /// Moves amax into the history and chooses the factor anew. On a GPU nothing waits for it.
   void update(DelayedScale& delayed) const;
+  /// The same for the tensors of a step, each by its own recipe; on a GPU in one kernel, except
+  /// with functions of the user's.
+  static void update_all(const std::vector<DelayedScale*>& tensors);
   const DelayedScalingOptions options;
 };
 

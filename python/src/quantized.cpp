@@ -6,6 +6,7 @@
 
 #include "bindings.h"
 #include "guest.h"
+#include "ligature/backend/cuda/gemm.h"
 #include "ligature/meta.h"
 
 namespace ligature::python {
@@ -327,6 +328,12 @@ void bind_tensor(py::module_& m) {
             writing(to, [&] { to.copy_from(from); });
           },
           py::arg("other"), NoGil());
+  m.def(
+      "has_products_of",
+      [](const py::dict& fields, at::Device device) {
+        return cuda::has_products_of(Quantizer(format_from(fields)).format_tag(), device);
+      },
+      py::arg("format"), py::arg("device"));
   m.def("make_quantized", &make_quantized, py::arg("format"), py::arg("sizes"), py::arg("dtype"),
         py::arg("parts"));
   m.def("quantized_of", &quantized_of, py::arg("tensor"));

@@ -192,6 +192,7 @@ void bind_recipe_state(py::module_& m) {
           py::arg("recipe"), py::arg("device"), NoGil())
       .def("quantize_weight", &quantize_weight, py::arg("recipe"), py::arg("weight"))
       .def("adopt_weight", &adopt_weight, py::arg("weight"));
+  m.def("note_weights_changed", &note_weights_changed);
   m.def("expect_values", &expect_values, py::arg("weight"), py::arg("values"));
   m.def(
       "wrap_quantized", [](const QuantizedPtr& quantized) { return wrap(Value(quantized)); },

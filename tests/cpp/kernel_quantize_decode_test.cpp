@@ -79,7 +79,7 @@ TEST(DequantizeTest, DequantizeEveryCodeAndScale) {
       codes, at::arange(256).to(at::kByte).unsqueeze(1).expand({256, 8}).contiguous(), {}};
   QuantizedMatrix nv{codes,
                      at::arange(256).to(at::kByte).unsqueeze(1).expand({256, 32}).contiguous(),
-                     at::full({1}, 3.0f)};
+                     at::full({1}, 5.0f)};
   const auto compare = [](const QuantizedMatrix& q, const Format& format, int64_t columns) {
     for (const bool operand : {false, true}) {
       const Tensor wanted = at::tensor(plain::values(q, format, columns, operand));

@@ -279,7 +279,7 @@ def test_early_losses_must_be_closer(
 
 def test_saved_bytes_are_those_of_the_plan(demo: ModuleType) -> None:
     mlp = sys.modules["transformer"].ligature_mlp(32, "none")
-    x = torch.randn(5, 32, requires_grad=True)
+    x = torch.randn(5, 32, device=next(mlp.parameters()).device, requires_grad=True)
     measured = demo.saved_bytes(lambda: mlp(x), [x, *mlp.parameters()])
     assert measured == mlp.explain().saved_bytes > 0
 

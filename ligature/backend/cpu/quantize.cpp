@@ -12,6 +12,7 @@
 #include "ligature/backend/cpu/float8.h"
 #include "ligature/backend/cpu/quantize_write.h"
 #include "ligature/backend/cpu/row_chunks.h"
+#include "ligature/backend/cpu/stream.h"
 
 namespace ligature::cpu {
 namespace {
@@ -106,7 +107,8 @@ class Quantization {
       uint32_t column_amax[kUnitColumns];
     };
     std::unique_ptr<T[]> staged;
-    const T* next = nullptr;  // where the rows of the next unit begin
+    std::unique_ptr<uint8_t[]> row_codes;  // of a unit, before they are turned and taken to memory
+    const T* next = nullptr;               // where the rows of the next unit begin
 
     Scratch() {}
   };
@@ -131,6 +133,7 @@ class Quantization {
         scratch->next = more ? x + range.end_row * columns + range.first_column : nullptr;
         walk_range(x + range.first_row * columns, range, along_columns, *scratch, f);
       }
+      stream_end();
     });
   }
 
@@ -148,6 +151,7 @@ class Quantization {
         walk_range(slab.get(), range, along_columns, *scratch, f);
       }
       rows->finish();
+      stream_end();
     });
   }
 
@@ -290,7 +294,8 @@ class Quantization {
 
   void write(const T* x, int64_t stride, const Range& range, Scratch& s) {
     const Tile<T> tile{x, stride, range.rows(), range.columns()};
-    if (args_.rowwise) write_rows(tile, range, s);
+    Codes rows{};
+    if (args_.rowwise) rows = write_rows(tile, range, s);
     if (!args_.columnwise) return;
     const int64_t step = std::max(kTurnedColumns, columnwise_.blocks().group);
     for (int64_t c = 0; c < tile.columns; c += step) {
@@ -300,15 +305,16 @@ class Quantization {
       columnwise_.fetch(column, range.first_row, n, tile.rows);
       fetch_next(s, tile, c, c + n);
       if (turn_codes_) {
-        transpose_codes(rowwise_.codes_at(range.first_row, column), tile.rows, n,
-                        format_.element == Element::E2M1,
+        const Codes codes{rows.data + c / rowwise_.per_byte(), rows.stride};
+        transpose_codes(codes, tile.rows, n, format_.element == Element::E2M1,
                         columnwise_.codes_at(column, range.first_row), s.codes);
       } else if (format_.hadamard) {
         write_transformed(piece, range.first_row, column, s);
       } else {
         transpose_tile(piece, s.turned, kTurned);
         const Tile<T> turned{s.turned, kTurned, n, tile.rows};
-        columnwise_.write(turned, column, range.first_row, is_held(turned), s.tile);
+        columnwise_.write(turned, column, range.first_row, is_held(turned),
+                          columnwise_.codes_at(column, range.first_row), s.tile);
       }
     }
   }
@@ -324,7 +330,15 @@ class Quantization {
     }
   }
 
-  void write_rows(const Tile<T>& tile, const Range& range, Scratch& s) {
+  // Returns where the codes can be read.
+  Codes write_rows(const Tile<T>& tile, const Range& range, Scratch& s) {
+    const Codes result = rowwise_.codes_at(range.first_row, range.first_column);
+    const int64_t per_byte = rowwise_.per_byte();
+    Codes codes = result;
+    if (turn_codes_ && result.stream) {
+      if (s.row_codes == nullptr) s.row_codes = make_buffer<uint8_t>(kTurned * kUnitColumns);
+      codes = {s.row_codes.get(), kUnitColumns};
+    }
     const bool square = rowwise_.blocks().group > 1;
     const int64_t columns = square ? kSquareTileColumns : kTileElements;
     for (int64_t c = 0; c < tile.columns; c += columns) {
@@ -336,9 +350,15 @@ class Quantization {
                             source_.stored && !args_.columnwise ? rows * tile.stride : 0};
         if (args_.columnwise)
           rowwise_.fetch(range.first_row + r, range.first_column + c, piece.rows, n);
-        rowwise_.write(piece, range.first_row + r, range.first_column + c, is_held(piece), s.tile);
+        const Codes place{codes.data + r * codes.stride + c / per_byte, codes.stride, codes.stream};
+        rowwise_.write(piece, range.first_row + r, range.first_column + c, is_held(piece), place,
+                       s.tile);
       }
     }
+    if (codes.data != result.data) {
+      copy_codes(codes, tile.rows, ceil_div(tile.columns, per_byte), result);
+    }
+    return codes;
   }
 
   // Does one factor hold all of the tile? For Delayed, its largest magnitude is noted as well.
@@ -372,7 +392,7 @@ class Quantization {
     transpose_tile(Tile<float>{s.transformed.values, kTurnedColumns, rows, x.columns},
                    s.transformed.turned, kTurned);
     columnwise_.write(Tile<float>{s.transformed.turned, kTurned, x.columns, rows}, column, row,
-                      false, s.tile);
+                      false, columnwise_.codes_at(column, row), s.tile);
   }
 
   RowSource& source_;

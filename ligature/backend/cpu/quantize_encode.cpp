@@ -9,6 +9,7 @@
 #include "ligature/backend/cpu/cast.h"
 #include "ligature/backend/cpu/float8.h"
 #include "ligature/backend/cpu/quantize_tile.h"
+#include "ligature/backend/cpu/stream.h"
 
 namespace ligature::cpu {
 namespace {
@@ -49,7 +50,8 @@ LIGATURE_INLINE void narrow(const uint32_t* from, int64_t n, uint8_t* to) {
 
 // n pairs at most kPairs; factor_of(i) is that of pair i.
 template <typename T, Element E, bool held, typename Factors>
-LIGATURE_INLINE void encode_pairs(const T* x, int64_t n, const Factors& factor_of, uint8_t* codes) {
+LIGATURE_INLINE void encode_pairs(const T* x, int64_t n, const Factors& factor_of, bool stream,
+                                  uint8_t* codes) {
   constexpr int bits = E == Element::E2M1 ? 4 : 8;
   uint32_t both[kPairs];
 #pragma GCC ivdep
@@ -60,7 +62,11 @@ LIGATURE_INLINE void encode_pairs(const T* x, int64_t n, const Factors& factor_o
     const uint32_t second = encode_bits<E, held>(pair.second * factor) << bits;
     both[i] = ((first ^ second) & ((1u << bits) - 1)) ^ second;
   }
-  narrow<E, std::conditional_t<bits == 4, uint8_t, uint16_t>>(both, n, codes);
+  using Code = std::conditional_t<bits == 4, uint8_t, uint16_t>;
+  if (!stream) return narrow<E, Code>(both, n, codes);
+  alignas(64) uint8_t local[kPairs * sizeof(Code)];
+  narrow<E, Code>(both, n, local);
+  stream_copy(codes, local, n * sizeof(Code));
 }
 
 template <typename T>
@@ -88,7 +94,8 @@ LIGATURE_WIDE_SIMD void encode_blocks(const Tile<T>& x, int64_t group, const flo
       if (x.ahead != 0) fetch(row + c, x.ahead, 2 * n);
       if constexpr (size == 0) {
         const float one = *factor;
-        encode_pairs<T, E, held>(row + c, n, [=](int64_t) { return one; }, out + c / per_byte);
+        encode_pairs<T, E, held>(
+            row + c, n, [=](int64_t) { return one; }, codes.stream, out + c / per_byte);
       } else {
         float each[kPairs];
         for (int64_t i = 0; i < n; i += size / 2) {
@@ -96,7 +103,7 @@ LIGATURE_WIDE_SIMD void encode_blocks(const Tile<T>& x, int64_t group, const flo
           for (int64_t j = 0; j < size / 2; ++j) each[i + j] = one;
         }
         encode_pairs<T, E, held>(
-            row + c, n, [&](int64_t i) { return each[i]; }, out + c / per_byte);
+            row + c, n, [&](int64_t i) { return each[i]; }, codes.stream, out + c / per_byte);
       }
     }
     if (x.columns % 2 != 0) {

@@ -5,6 +5,7 @@
 
 #include "ligature/backend/cpu/cast.h"
 #include "ligature/backend/cpu/quantize_tile.h"
+#include "ligature/backend/cpu/stream.h"
 
 namespace ligature::cpu {
 namespace {
@@ -104,17 +105,24 @@ void transpose_tile(const Tile<T>& x, T* out, int64_t stride) {
 void transpose_codes(Codes codes, int64_t rows, int64_t columns, bool fp4, Codes out,
                      uint8_t* scratch) {
   uint8_t* turned = scratch + kTurned * kTurned;
+  // Not straight into `out`: its rows are often a power of two apart, and would push each other out
+  // of the cache before they are full.
   if (fp4) {
     unpack_fp4(codes.data, codes.stride, rows, columns, {scratch, kTurned});
     transpose_tile(Tile<uint8_t>{scratch, kTurned, rows, columns}, turned, kTurned);
-    pack_fp4({turned, kTurned}, columns, rows, out.data, out.stride);
-    return;
+    pack_fp4({turned, kTurned}, columns, rows, scratch, kTurned);
+    copy_codes({scratch, kTurned}, columns, ceil_div(rows, 2), out);
+  } else {
+    transpose_tile(Tile<uint8_t>{codes.data, codes.stride, rows, columns}, turned, kTurned);
+    copy_codes({turned, kTurned}, columns, rows, out);
   }
-  // Not straight into `out`: its rows are often a power of two apart, and would push each other out
-  // of the cache before they are full.
-  transpose_tile(Tile<uint8_t>{codes.data, codes.stride, rows, columns}, turned, kTurned);
-  for (int64_t c = 0; c < columns; ++c) {
-    std::copy_n(turned + c * kTurned, rows, out.data + c * out.stride);
+}
+
+void copy_codes(Codes from, int64_t rows, int64_t bytes, Codes to) {
+  for (int64_t r = 0; r < rows; ++r) {
+    uint8_t* out = to.data + r * to.stride;
+    const uint8_t* row = from.data + r * from.stride;
+    to.stream ? stream_copy(out, row, bytes) : static_cast<void>(std::copy_n(row, bytes, out));
   }
 }
 

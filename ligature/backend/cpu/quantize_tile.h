@@ -24,6 +24,7 @@ struct Tile {
 struct Codes {
   uint8_t* data;
   int64_t stride;
+  bool stream = false;  ///< written past the caches: see stream.h
 };
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -115,5 +116,7 @@ void transpose_tile(const Tile<T>& x, T* out, int64_t stride);
 constexpr int64_t kTurned = 128;
 void transpose_codes(Codes codes, int64_t rows, int64_t columns, bool fp4, Codes out,
                      uint8_t* scratch);
+
+void copy_codes(Codes from, int64_t rows, int64_t bytes, Codes to);
 
 }  // namespace ligature::cpu

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "ligature/backend/cpu/stream.h"
+
 namespace ligature::cpu {
 namespace {
 
@@ -53,12 +55,14 @@ TileWriter::TileWriter(const QuantizeArgs& args, const QuantizedMatrix& out, int
       data_(out.data.mutable_data_ptr<uint8_t>()),
       stride_(out.data.size(1)),
       per_byte_(args.format.element == Element::E2M1 ? 2 : 1),
+      streams_(per_byte_ == 1 && out.data.numel() >= kStreamBytes),
       scale_(out.scale.mutable_data_ptr()),
       scale_stride_(out.scale.size(-1)),
       columns_(columns),
       stream_(stream) {}
 
 void TileWriter::fetch(int64_t row, int64_t column, int64_t rows, int64_t columns) const {
+  if (streams_) return;
   constexpr int64_t line = 64;
   const Codes codes = codes_at(row, column);
   for (int64_t r = 0; r < rows; ++r) {
@@ -86,12 +90,12 @@ void TileWriter::encode_nv(const Tile<T>& x, int64_t row, int64_t column, const 
 }
 
 template <typename T>
-void TileWriter::write_nv(const Tile<T>& x, int64_t row, int64_t column, TileScratch& s) const {
+void TileWriter::write_nv(const Tile<T>& x, int64_t row, int64_t column, Codes codes,
+                          TileScratch& s) const {
   const FourOverSix choice = args_->format.four_over_six;
   const bool square = choice == FourOverSix::MeanSquare;
   const int64_t across = blocks_.across(x.columns), down = blocks_.down(x.rows);
   const float* upper = upper_ + row / blocks_.group * step_;
-  const Codes codes = codes_at(row, column);
   block_amax(x, blocks_, true, s.amax);
   nv_factors(s.amax, down, across, upper, step_, 6.0f, s.factors, s.scale_codes[0]);
   encode_nv(x, row, column, s.factors, codes);
@@ -108,11 +112,10 @@ void TileWriter::write_nv(const Tile<T>& x, int64_t row, int64_t column, TileScr
 }
 
 template <typename T>
-void TileWriter::write(const Tile<T>& x, int64_t row, int64_t column, bool held,
+void TileWriter::write(const Tile<T>& x, int64_t row, int64_t column, bool held, Codes codes,
                        TileScratch& s) const {
   const Format& format = args_->format;
-  if (format.scaling == Scaling::NV) return write_nv(x, row, column, s);
-  const Codes codes = codes_at(row, column);
+  if (format.scaling == Scaling::NV) return write_nv(x, row, column, codes, s);
   if (format.per_tensor()) {
     return encode_tile(x, format.element, {0, x.rows}, upper_, held, codes);
   }
@@ -131,8 +134,9 @@ void TileWriter::write(const Tile<T>& x, int64_t row, int64_t column, bool held,
   encode_tile(x, format.element, blocks_, s.factors, held, codes);
 }
 
-#define LIGATURE_INSTANTIATE(T) \
-  template void TileWriter::write(const Tile<T>&, int64_t, int64_t, bool, TileScratch&) const;
+#define LIGATURE_INSTANTIATE(T)                                                                \
+  template void TileWriter::write(const Tile<T>&, int64_t, int64_t, bool, Codes, TileScratch&) \
+      const;
 LIGATURE_INSTANTIATE(float)
 LIGATURE_INSTANTIATE(at::BFloat16)
 LIGATURE_INSTANTIATE(at::Half)

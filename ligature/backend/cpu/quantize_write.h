@@ -43,21 +43,25 @@ class TileWriter {
   /// Rows and columns of a block; per tensor 0 columns.
   Blocks blocks() const { return blocks_; }
 
-  /// Where the code of an element is.
+  /// Where the code of an element goes.
   Codes codes_at(int64_t row, int64_t column) const {
-    return {data_ + row * stride_ + column / per_byte_, stride_};
+    return {data_ + row * stride_ + column / per_byte_, stride_, streams_};
   }
+  /// Elements to a byte of codes.
+  int64_t per_byte() const { return per_byte_; }
 
-  /// Asks for the memory that the codes of a tile will go to.
+  /// Asks for the memory that the codes of a tile will go to, unless it is not read first.
   void fetch(int64_t row, int64_t column, int64_t rows, int64_t columns) const;
 
-  /// `held`: see encode_tile; of use where there is one factor per tensor.
+  /// `held`: see encode_tile; of use where there is one factor per tensor. `codes`: where they go,
+  /// codes_at(row, column) or memory that they are taken there from.
   template <typename T>
-  void write(const Tile<T>& x, int64_t row, int64_t column, bool held, TileScratch& s) const;
+  void write(const Tile<T>& x, int64_t row, int64_t column, bool held, Codes codes,
+             TileScratch& s) const;
 
  private:
   template <typename T>
-  void write_nv(const Tile<T>& x, int64_t row, int64_t column, TileScratch& s) const;
+  void write_nv(const Tile<T>& x, int64_t row, int64_t column, Codes codes, TileScratch& s) const;
   template <typename T>
   void encode_nv(const Tile<T>& x, int64_t row, int64_t column, const float* factors,
                  Codes packed) const;
@@ -70,6 +74,7 @@ class TileWriter {
   uint8_t* data_ = nullptr;
   int64_t stride_ = 0;
   int64_t per_byte_ = 1;
+  bool streams_ = false;
   void* scale_ = nullptr;
   int64_t scale_stride_ = 0;
   int64_t columns_ = 0;

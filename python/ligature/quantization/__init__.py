@@ -34,6 +34,7 @@ from .tensor import (
     NVFP4Tensor,
     QuantizedTensor,
 )
+from .weights import note_weights_changed
 
 __all__ = [
     "DType",
@@ -62,5 +63,6 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "note_weights_changed",
     "quantized_model_init",
 ]

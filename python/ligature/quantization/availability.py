@@ -6,6 +6,8 @@ from typing import Literal, overload
 
 import torch
 
+from .. import _C
+
 Device = torch.device | str | None
 _Answer = bool | tuple[bool, str]
 
@@ -20,12 +22,26 @@ def _place(device: Device) -> torch.device:
     return default_device(device)
 
 
-def _why_no_low_precision(what: str, device: Device) -> str:
-    """Empty on the CPU, where every format is computed exactly, by a product in bfloat16."""
+def _answer_for(
+    what: str, scaling: str, element: str, device: Device, return_reason: bool
+) -> _Answer:
+    """The CPU computes every format exactly, by a product in bfloat16; so does a GPU without
+    products of the format, which is said."""
     place = _place(device)
     if place.type == "cpu":
-        return ""
-    return f"{what} on {place.type} is not in this version; the CPU has it"
+        return _answer("", return_reason)
+    if place.type != "cuda":
+        return _answer(f"{what} on {place.type}: not a device of Ligature's", return_reason)
+    cuda = _C.config()["cuda"]
+    if not cuda["built"]:
+        return _answer(f"{what} on cuda: {cuda['reason']}; the CPU has it", return_reason)
+    if not torch.cuda.is_available():
+        return _answer(f"{what} on cuda: there is no CUDA device; the CPU has it", return_reason)
+    if _C.has_products_of({"scaling": scaling, "element": element}, place):
+        return _answer("", return_reason)
+    major, minor = torch.cuda.get_device_capability(place)
+    note = f"{what} is emulated: a GPU of compute capability {major}.{minor} has no products of it"
+    return (True, note) if return_reason else True
 
 
 @overload
@@ -34,8 +50,9 @@ def is_fp8_available(return_reason: Literal[False] = False, device: Device = Non
 def is_fp8_available(return_reason: Literal[True], device: Device = None) -> tuple[bool, str]: ...
 def is_fp8_available(return_reason: bool = False, device: Device = None) -> _Answer:
     """Whether FP8 with one factor per tensor computes on a device, by default the one that
-    operations are made on. With ``return_reason`` also why not."""
-    return _answer(_why_no_low_precision("FP8", device), return_reason)
+    operations are made on. With ``return_reason`` also why not or, where a GPU has no products of
+    the format and they are emulated, that it is so."""
+    return _answer_for("FP8", "current", "e4m3", device, return_reason)
 
 
 @overload
@@ -48,7 +65,7 @@ def is_fp8_block_scaling_available(
 ) -> tuple[bool, str]: ...
 def is_fp8_block_scaling_available(return_reason: bool = False, device: Device = None) -> _Answer:
     """Whether FP8 in blocks of 128 computes on a device; see :func:`is_fp8_available`."""
-    return _answer(_why_no_low_precision("FP8 in blocks", device), return_reason)
+    return _answer_for("FP8 in blocks", "block", "e4m3", device, return_reason)
 
 
 @overload
@@ -57,7 +74,7 @@ def is_mxfp8_available(return_reason: Literal[False] = False, device: Device = N
 def is_mxfp8_available(return_reason: Literal[True], device: Device = None) -> tuple[bool, str]: ...
 def is_mxfp8_available(return_reason: bool = False, device: Device = None) -> _Answer:
     """Whether MXFP8 computes on a device; see :func:`is_fp8_available`."""
-    return _answer(_why_no_low_precision("MXFP8", device), return_reason)
+    return _answer_for("MXFP8", "mx", "e4m3", device, return_reason)
 
 
 @overload
@@ -66,7 +83,7 @@ def is_nvfp4_available(return_reason: Literal[False] = False, device: Device = N
 def is_nvfp4_available(return_reason: Literal[True], device: Device = None) -> tuple[bool, str]: ...
 def is_nvfp4_available(return_reason: bool = False, device: Device = None) -> _Answer:
     """Whether NVFP4 computes on a device; see :func:`is_fp8_available`."""
-    return _answer(_why_no_low_precision("NVFP4", device), return_reason)
+    return _answer_for("NVFP4", "nv", "e2m1", device, return_reason)
 
 
 @overload

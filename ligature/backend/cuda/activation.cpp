@@ -1,0 +1,124 @@
+// The torch side of the activations: memory and launches. Where dy is not of x's dtype, both are
+// made float32; the kernels read one type.
+#include "ligature/backend/cuda/activation.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include "ligature/backend/cuda/activation_launch.h"
+#include "ligature/backend/cuda/launch.h"
+#include "ligature/backend/cuda/sums_launch.h"
+
+namespace ligature::cuda {
+namespace {
+
+/// The results' matrix. Where rows mean nothing it is cut so that a block fits across.
+struct Matrix {
+  int64_t rows, columns;
+
+  Matrix(const Tensor& x, const ActivationSpec& spec, bool keep_rows) {
+    const bool gated = kernels::is_gated(spec.kind);
+    const int64_t results = gated ? x.numel() / 2 : x.numel();
+    columns = gated ? x.size(-1) / 2 : x.size(-1);
+    constexpr int64_t kAcross = 2048;
+    if (!gated && !keep_rows && results % kAcross == 0) columns = kAcross;
+    rows = results == 0 ? 0 : results / columns;
+  }
+};
+
+void forward_into(Tensor& y, const Tensor& x, const ActivationSpec& spec, const Tensor& scales_,
+                  const char* name) {
+  const Tensor scales = serve(scales_);
+  const Matrix matrix(x, spec, scales.defined());
+  ActivationForwardArgs args;
+  args.rows = matrix.rows;
+  args.columns = matrix.columns;
+  args.y = y.mutable_data_ptr();
+  args.x = x.const_data_ptr();
+  args.scales = data_of(scales);
+  args.type = type_of(x);
+  if (scales.defined()) args.scales_type = type_of(scales);
+  args.params = params_of(spec);
+  launch_activation_forward(args, stream_of(x));
+  check_launch(name);
+}
+
+/// dx in the dtype of `x`, which dy shares, and the sums.
+ActivationBackward backward(const Tensor& dy, const Tensor& x, const ActivationSpec& spec,
+                            const Tensor& scales, bool need_dscales, bool need_dbias) {
+  const bool sums = need_dscales || need_dbias;
+  const Stream stream = stream_of(x);
+  const Matrix matrix(x, spec, sums || scales.defined());
+  ActivationBackward result;
+  result.dx = at::empty_like(x);
+  ActivationBackwardArgs args;
+  args.rows = matrix.rows;
+  args.columns = matrix.columns;
+  args.dy = dy.const_data_ptr();
+  args.x = x.const_data_ptr();
+  args.scales = data_of(scales);
+  args.dx = result.dx.mutable_data_ptr();
+  args.type = type_of(x);
+  if (scales.defined()) args.scales_type = type_of(scales);
+  args.params = params_of(spec);
+  const ColumnGrid grid = activation_backward_grid(args, sums, sm_count(x));
+  const auto floats = x.options().dtype(at::kFloat);
+  Tensor dbias_partials, dscales_partials;
+  if (need_dbias) {
+    result.dbias = at::empty({x.size(-1)}, x.options());
+    dbias_partials = at::empty({grid.down, x.size(-1)}, floats);
+    args.dbias_partials = static_cast<float*>(dbias_partials.data_ptr());
+  }
+  if (need_dscales) {
+    result.dscales = at::empty_like(scales);
+    dscales_partials = at::empty({matrix.rows, grid.warps_across}, floats);
+    args.dscales_partials = static_cast<float*>(dscales_partials.data_ptr());
+    if (x.numel() == 0) result.dscales.zero_();
+  }
+  launch_activation_backward(args, grid, stream);
+  check_launch("activation_backward");
+  if (need_dbias) {
+    launch_sum_partials({args.dbias_partials, result.dbias.mutable_data_ptr(), args.type}, {},
+                        grid.down, x.size(-1), stream);
+    check_launch("activation_backward: dbias");
+  }
+  if (need_dscales) {
+    launch_sum_row_partials(
+        {args.dscales_partials, result.dscales.mutable_data_ptr(), args.scales_type}, matrix.rows,
+        grid.warps_across, stream);
+    check_launch("activation_backward: dscales");
+  }
+  return result;
+}
+
+}  // namespace
+
+Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
+  const DeviceGuard guard(x.device());
+  at::DimVector shape(x.sizes());
+  if (kernels::is_gated(spec.kind)) shape.back() /= 2;
+  Tensor y = at::empty(shape, x.options());
+  forward_into(y, x, spec, scales, "activation_forward");
+  return y;
+}
+
+Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
+  const DeviceGuard guard(x.device());
+  forward_into(x, x, spec, {}, "activation_forward_");
+  return x;
+}
+
+ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
+                                       const ActivationSpec& spec, const Tensor& scales,
+                                       bool need_dscales, bool need_dbias) {
+  const DeviceGuard guard(x.device());
+  const at::ScalarType read = dy.scalar_type() == x.scalar_type() ? x.scalar_type() : at::kFloat;
+  ActivationBackward result =
+      backward(cast(dy, read), cast(x, read), spec, serve(scales), need_dscales, need_dbias);
+  result.dx = cast(result.dx, x.scalar_type());
+  result.dbias = cast(result.dbias, x.scalar_type());
+  if (need_dscales) result.dscales = cast(result.dscales, scales.scalar_type());
+  return result;
+}
+
+}  // namespace ligature::cuda

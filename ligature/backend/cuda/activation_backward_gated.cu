@@ -1,0 +1,5 @@
+// See activation_backward.cuh.
+#include "ligature/backend/cuda/activation_backward.cuh"
+
+template void ligature::cuda::launch_activation_backward_family<true>(const ActivationBackwardArgs&,
+                                                                      const ColumnGrid&, Stream);

@@ -1,0 +1,68 @@
+// The activations forward, for one family of kinds (see activation_forward_plain.cu and
+// activation_forward_gated.cu). A thread takes a few rows at once, so that enough loads are under
+// way.
+#pragma once
+
+#include "ligature/backend/cuda/activation_launch.h"
+#include "ligature/backend/cuda/device/activation_columns.cuh"
+
+namespace ligature::cuda {
+
+template <typename F, typename T, int N>
+__global__ void __launch_bounds__(kColumnThreads, 4)
+    activation_forward_kernel(const ActivationForwardArgs args, const ColumnGrid grid) {
+  constexpr int kRows = F::gated ? 2 : 4;
+  const ColumnWalk<N> walk(grid, args.rows, args.columns);
+  if (!walk.inside) return;
+  const ActivationColumns<F::gated, N> columns(args.columns, args.params.interleave, walk.column);
+  const T* x = static_cast<const T*>(args.x);
+  T* y = static_cast<T*>(args.y) + walk.column;
+  for (int64_t begin = walk.first + walk.row_lane; begin < walk.end;
+       begin += kRows * walk.row_lanes) {
+    Packed<T, N> a[kRows], b[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = begin + r * walk.row_lanes;
+      if (row < walk.end) columns.read(x, row, a[r], b[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = begin + r * walk.row_lanes;
+      if (row >= walk.end) continue;
+      float result[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        float linear = 0.0f;
+        if constexpr (F::gated) linear = b[r][i];
+        result[i] = F::value(a[r][i], linear, args.params);
+      }
+      if (args.scales != nullptr) {
+        const float scale = load_one(args.scales, args.scales_type, row);
+#pragma unroll
+        for (int i = 0; i < N; ++i) result[i] = __fmul_rn(result[i], scale);
+      }
+      store<N>(y + row * args.columns, result);
+    }
+  }
+}
+
+template <bool Gated>
+void launch_activation_forward_family(const ActivationForwardArgs& args, Stream stream) {
+  const int piece = activation_piece(Gated, args.type, args.x, args.y, nullptr, args.columns,
+                                     args.params.interleave);
+  const ColumnGrid grid = column_grid(args.rows, args.columns, piece, false, 0);
+  const auto blocks = static_cast<unsigned int>(grid.across * grid.down);
+  with_type(args.type, [&](auto zero) {
+    using T = decltype(zero);
+    with_family<Gated>(args.params.kind, piece > 1, [&](auto functor) {
+      using F = decltype(functor);
+      constexpr int N = std::is_same_v<F, AnyActivation<Gated>> ? 1 : kVector<T>;
+      activation_forward_kernel<F, T, N><<<blocks, kColumnThreads, 0, stream>>>(args, grid);
+    });
+  });
+}
+
+extern template void launch_activation_forward_family<false>(const ActivationForwardArgs&, Stream);
+extern template void launch_activation_forward_family<true>(const ActivationForwardArgs&, Stream);
+
+}  // namespace ligature::cuda

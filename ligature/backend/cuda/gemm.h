@@ -1,0 +1,90 @@
+// Matrix products of CUDA tensors through cuBLASLt: the products of kernels/gemm.h, and those of
+// quantized operands.
+#pragma once
+
+#include "ligature/kernels/quantize.h"
+
+namespace ligature::cuda {
+
+using at::Tensor;
+
+/// Does this build multiply matrices of such a dtype?
+bool has_gemm(at::ScalarType dtype);
+
+/// Does cuBLASLt take these two as operands of one product? Else ATen says what is wrong with them,
+/// or computes it (float64).
+bool runs_gemm(const Tensor& a, const Tensor& b);
+
+// As in kernels/gemm.h, for operands that runs_gemm() takes.
+Tensor linear_forward(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& add,
+                      double alpha);
+void linear_forward_add_(Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias,
+                         double alpha);
+Tensor linear_input_grad(const Tensor& dy, const Tensor& w, const Tensor& add, double alpha);
+Tensor linear_weight_grad(const Tensor& dy, const Tensor& x, double alpha);
+void linear_weight_grad_into(Tensor& out, const Tensor& dy, const Tensor& x, bool accumulate,
+                             double alpha);
+
+struct ActivatedProduct {
+  Tensor y;
+  Tensor aux;  ///< GELU: what went into it, like y; ReLU: bytes of a bit mask, rows of 128 bits
+};
+
+/// gelu(x w^T + bias) or relu(...) in the product's own epilogue, for 2-d x. `aux` is made where
+/// asked for; GELU's wants w with a multiple of 8 rows.
+ActivatedProduct linear_forward_gelu(const Tensor& x, const Tensor& w, const Tensor& bias,
+                                     bool need_aux);
+ActivatedProduct linear_forward_relu(const Tensor& x, const Tensor& w, const Tensor& bias,
+                                     bool need_aux);
+
+struct WeightBiasGrads {
+  Tensor dw, dbias;
+};
+
+/// dw = dy^T x, and the sums of dy over its rows from the same reading.
+WeightBiasGrads linear_weight_bias_grad(const Tensor& dy, const Tensor& x);
+
+/// What is done to a product a b^T [m, n].
+struct ProductTerms {
+  at::ScalarType dtype = at::kFloat;  ///< of the result
+  Tensor bias;                        ///< [n], of the result's dtype; optional
+  Tensor add;                         ///< [m, n], of the result's dtype; optional
+  double alpha = 1.0;
+  Tensor a_factor, b_factor;       ///< float [1] on the device, factors of the product; optional
+  bool fast_accumulation = false;  ///< FP8 operands: sums are not moved to float32 now and then
+};
+
+/// alpha * a_factor * b_factor * a b^T + bias + add, with plain a [m, k] and b [n, k].
+Tensor scaled_product(const Tensor& a, const Tensor& b, const ProductTerms& terms);
+/// The same into `out`, or added to it; nothing else is added.
+void scaled_product_into(Tensor& out, const Tensor& a, const Tensor& b, bool accumulate,
+                         const ProductTerms& terms);
+
+/// An operand [rows, k] of a product over k. Its data may be without memory.
+struct QuantizedOperand {
+  kernels::QuantizedMatrix matrix;
+  Format format;
+  int64_t rows = 0, k = 0;
+};
+
+enum class QuantizedSupport : uint8_t {
+  No,
+  Yes,
+  NeverRun,  ///< there is code for it, which was never run for want of such a device
+};
+
+/// Has this device products of such operands, with a result of this dtype?
+QuantizedSupport quantized_support(const QuantizedOperand& a, const QuantizedOperand& b,
+                                   at::ScalarType dtype);
+
+/// Has this device products of such operands, if their sizes fit? They read both orientations of a
+/// tensor; emulated ones can do with one.
+bool has_products_of(const Format& format, at::Device device);
+
+/// As scaled_product, with the operands' own factors in it.
+Tensor quantized_product(const QuantizedOperand& a, const QuantizedOperand& b,
+                         const ProductTerms& terms);
+void quantized_product_into(Tensor& out, const QuantizedOperand& a, const QuantizedOperand& b,
+                            bool accumulate, const ProductTerms& terms);
+
+}  // namespace ligature::cuda

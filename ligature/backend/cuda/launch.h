@@ -1,0 +1,69 @@
+// What the torch side of the CUDA backend needs around a launch: the tensor's type, device and
+// stream as the .cu files know them, and the look at a launch's error.
+#pragma once
+
+#include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "ligature/backend/cuda/runs.h"
+#include "ligature/backend/cuda/types.h"
+#include "ligature/check.h"
+
+namespace ligature::cuda {
+
+/// Holds the tensor's device as the current one; before the first allocation or launch.
+using DeviceGuard = c10::cuda::CUDAGuard;
+
+inline Type type_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return Type::Float32;
+    case at::kHalf:
+      return Type::Float16;
+    case at::kBFloat16:
+      return Type::BFloat16;
+    default:
+      LIGATURE_CHECK_TYPE(false, "[cuda] tensor must be float32, float16 or bfloat16, got ", dtype);
+  }
+}
+
+inline Type type_of(const Tensor& x) { return type_of(x.scalar_type()); }
+
+/// The current stream of the tensor's device.
+inline Stream stream_of(const Tensor& x) {
+  return c10::cuda::getCurrentCUDAStream(x.device().index()).stream();
+}
+
+/// Multiprocessors of the tensor's device; asked once.
+int sm_count(const Tensor& x);
+
+/// Null for an undefined tensor.
+inline const void* data_of(const Tensor& x) { return x.defined() ? x.const_data_ptr() : nullptr; }
+inline void* mutable_data_of(const Tensor& x) {
+  return x.defined() ? x.mutable_data_ptr() : nullptr;
+}
+
+/// The dtype itself where kernels read and write it, float32 for the rest (a double parameter).
+inline at::ScalarType served(at::ScalarType dtype) {
+  return computes_in(dtype) ? dtype : at::kFloat;
+}
+
+/// Without the call into the dispatcher where nothing changes.
+inline Tensor cast(const Tensor& t, at::ScalarType dtype) {
+  return !t.defined() || t.scalar_type() == dtype ? t : t.to(dtype);
+}
+
+inline Tensor serve(const Tensor& t) { return t.defined() ? cast(t, served(t.scalar_type())) : t; }
+
+/// Right after a launch: `name` is the kernel's as a message should name it.
+inline void check_launch(const char* name) {
+  const cudaError_t error = cudaPeekAtLastError();
+  if (error == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // it is told once
+
+  LIGATURE_CHECK_STATE(false, "[", name, "] launch failed: ", cudaGetErrorString(error));
+}
+
+}  // namespace ligature::cuda

@@ -1,0 +1,333 @@
+// The torch side of low precision: memory, the order of launches, and which arguments a kernel that
+// quantizes its own result serves.
+#include "ligature/backend/cuda/quantize.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <cmath>
+
+#include "ligature/backend/cuda/activation.h"
+#include "ligature/backend/cuda/launch.h"
+#include "ligature/backend/cuda/norm.h"
+#include "ligature/backend/cuda/quantize_launch.h"
+#include "ligature/backend/cuda/sums_launch.h"
+#include "ligature/backend/cuda/workspace.h"
+#include "ligature/backend/shapes/quantize.h"
+
+namespace ligature::cuda {
+namespace {
+
+using shapes::MatrixShape;
+
+constexpr int64_t kTile = 128;
+
+bool is_aligned(const Tensor& x, uintptr_t bytes = 16) {
+  return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % bytes == 0;
+}
+
+QuantizeOutput output_of(const QuantizedMatrix& q, MatrixShape shape, const Format& format) {
+  QuantizeOutput out;
+  if (!q.defined()) return out;
+  const int64_t bytes = format.element == Element::E2M1 ? 8 : 16;
+  out.data = q.data.mutable_data_ptr<uint8_t>();
+  out.scale = q.scale.mutable_data_ptr();
+  out.amax = q.amax.defined() ? q.amax.mutable_data_ptr<float>() : nullptr;
+  out.rows = shape.rows;
+  out.columns = shape.columns;
+  out.stride = q.data.size(1);
+  out.scale_stride = q.scale.size(-1);
+  out.vectors = out.stride % bytes == 0 && is_aligned(q.data, static_cast<uintptr_t>(bytes));
+  return out;
+}
+
+void clear(const Tensor& t, Stream stream) {
+  if (t.numel() == 0) return;
+  C10_CUDA_CHECK(cudaMemsetAsync(t.mutable_data_ptr(), 0, t.nbytes(), stream));
+}
+
+/// The largest magnitudes that NV's factors come from, shared with other processes.
+void find_nv_amax(QuantizedPair& out, QuantizePlan& plan, const QuantizeArgs& args,
+                  const std::function<void(const QuantizePlan&)>& launch, Stream stream) {
+  const bool shared =
+      args.rowwise && args.columnwise && !args.format.hadamard && !args.format.row_scaled;
+  if (args.rowwise) clear(out.rowwise.amax, stream);
+  if (args.columnwise && !shared) clear(out.columnwise.amax, stream);
+  plan.find_amax = true;
+  launch(plan);
+  plan.find_amax = false;
+  if (!args.reduce_amax) return;
+  if (args.rowwise) args.reduce_amax(out.rowwise.amax);
+  if (shared) out.columnwise.amax = out.rowwise.amax;
+  if (args.columnwise && !shared) args.reduce_amax(out.columnwise.amax);
+  if (args.rowwise) plan.rowwise.amax = out.rowwise.amax.mutable_data_ptr<float>();
+  if (args.columnwise) plan.columnwise.amax = out.columnwise.amax.mutable_data_ptr<float>();
+}
+
+/// `launch` is called with a plan once, or twice where the largest value has to be known first.
+QuantizedPair run(MatrixShape shape, const Tensor& like, const QuantizeArgs& args, const char* name,
+                  const std::function<void(const QuantizePlan&)>& launch) {
+  const Stream stream = stream_of(like);
+  QuantizedPair out = shapes::empty_pair(shape, args, at::TensorOptions().device(like.device()));
+  QuantizePlan plan;
+  plan.format = args.format;
+  plan.rows = shape.rows;
+  plan.columns = shape.columns;
+  plan.rowwise = output_of(out.rowwise, shape, args.format);
+  const int64_t filled = args.format.hadamard ? (shape.rows + 15) / 16 * 16 : shape.rows;
+  plan.columnwise = output_of(out.columnwise, {shape.columns, filled}, args.format);
+  plan.seed = args.seed;
+  plan.offset = args.offset;
+  Tensor amax;
+  switch (args.format.scaling) {
+    case Scaling::Delayed:
+      plan.factor = args.scale.const_data_ptr<float>();
+      if (args.amax.defined()) plan.amax = args.amax.mutable_data_ptr<float>();
+      break;
+    case Scaling::Current:
+      amax = at::empty({1}, at::TensorOptions(at::kFloat).device(like.device()));
+      plan.amax = amax.mutable_data_ptr<float>();
+      clear(amax, stream);
+      plan.find_amax = true;
+      launch(plan);
+      plan.find_amax = false;
+      if (args.reduce_amax) args.reduce_amax(amax);
+      plan.amax = amax.mutable_data_ptr<float>();
+      break;
+    case Scaling::NV:
+      find_nv_amax(out, plan, args, launch, stream);
+      break;
+    default:
+      break;
+  }
+  launch(plan);
+  check_launch(name);
+  return out;
+}
+
+bool is_half(const Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
+}
+
+/// Can rows of so many values be read 16 bytes at a time?
+bool reads_vectors(const Tensor& x, int64_t columns) {
+  return x.is_contiguous() && is_aligned(x) && columns % (16 / x.element_size()) == 0;
+}
+
+bool serves_parameter(const Tensor& w) {
+  return !w.defined() || (computes_in(w.scalar_type()) && w.is_contiguous() && is_aligned(w));
+}
+
+bool serves_scales(const Tensor& scales) {
+  return !scales.defined() || (computes_in(scales.scalar_type()) && scales.is_contiguous());
+}
+
+ActivationSource source_of(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
+  ActivationSource source{};
+  source.kind = kind_of(spec);
+  source.params = params_of(spec);
+  source.x = x.const_data_ptr();
+  source.scales = data_of(scales);
+  source.scales_type = scales.defined() ? type_of(scales) : Type::Float32;
+  return source;
+}
+
+void decode(const Tensor& out, const QuantizedMatrix& q, const Format& format, bool operand) {
+  const DeviceGuard guard(out.device());
+  if (!computes_in(out.scalar_type())) {
+    const Tensor values = at::empty(out.sizes(), out.options().dtype(at::kFloat));
+    decode(values, q, format, operand);
+    out.copy_(values);
+    return;
+  }
+  DecodePlan plan{};
+  plan.format = format;
+  plan.data = q.data.const_data_ptr<uint8_t>();
+  plan.scale = q.scale.const_data_ptr();
+  plan.amax = q.amax.defined() ? q.amax.const_data_ptr<float>() : nullptr;
+  plan.rows = out.size(0);
+  plan.columns = out.size(1);
+  plan.scale_stride = q.scale.size(-1);
+  plan.operand = operand;
+  launch_decode(plan, out.mutable_data_ptr(), type_of(out), stream_of(out));
+  check_launch(operand ? "expand" : "dequantize");
+}
+
+}  // namespace
+
+QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args) {
+  const DeviceGuard guard(x.device());
+  const Tensor values = x.scalar_type() == at::kDouble ? x.to(at::kFloat) : x;
+  return run(shapes::matrix_shape(x.sizes()), values, args, "quantize",
+             [&](const QuantizePlan& plan) {
+               launch_quantize(values.const_data_ptr(), type_of(values), plan, stream_of(values));
+             });
+}
+
+void update_amax(const Tensor& x, Tensor& amax) {
+  const DeviceGuard guard(x.device());
+  const Tensor values = x.scalar_type() == at::kDouble ? x.to(at::kFloat) : x;
+  launch_amax(values.const_data_ptr(), type_of(values), values.numel(),
+              amax.mutable_data_ptr<float>(), stream_of(values));
+  check_launch("update_amax");
+}
+
+void dequantize(const Tensor& out, const QuantizedMatrix& q, const Format& format) {
+  decode(out, q, format, false);
+}
+
+void expand(const Tensor& out, const QuantizedMatrix& q, const Format& format) {
+  decode(out, q, format, true);
+}
+
+QuantizedMatrix transpose(const QuantizedMatrix& q, const Format& format, int64_t columns) {
+  const DeviceGuard guard(q.data.device());
+  QuantizedMatrix result;
+  const int64_t rows = q.data.size(0);
+  const bool fp4 = format.element == Element::E2M1;
+  result.data = at::empty({columns, fp4 ? (rows + 1) / 2 : rows}, q.data.options());
+  result.amax = q.amax;
+  result.scale = format.per_tensor() ? q.scale : q.scale.t().contiguous();
+  launch_transpose_codes(q.data.const_data_ptr<uint8_t>(), rows, columns, fp4,
+                         result.data.mutable_data_ptr<uint8_t>(), stream_of(q.data));
+  check_launch("transpose");
+  return result;
+}
+
+Tensor hadamard(const Tensor& x, bool inverse) {
+  if (x.scalar_type() == at::kDouble) return hadamard(x.to(at::kFloat), inverse).to(at::kDouble);
+  const DeviceGuard guard(x.device());
+  Tensor y = shapes::hadamard(x);
+  const MatrixShape shape = shapes::matrix_shape(x.sizes());
+  launch_hadamard(x.const_data_ptr(), type_of(x), shape.rows, shape.columns, inverse,
+                  y.mutable_data_ptr(), stream_of(x));
+  check_launch("hadamard");
+  return y;
+}
+
+bool fuses_norm(const Tensor& x, const Tensor& w, const Tensor& b, at::ScalarType out_dtype,
+                const QuantizeArgs& args) {
+  return args.format.scaling != Scaling::NV && x.numel() > 0 && is_half(x) &&
+         out_dtype == x.scalar_type() && w.numel() == x.size(-1) && reads_vectors(x, x.size(-1)) &&
+         serves_parameter(w) && serves_parameter(b);
+}
+
+NormQuantized norm_forward_quantize(const Tensor& x, const Tensor& w, const Tensor& b, double eps,
+                                    bool zero_centered_gamma, bool centered,
+                                    const QuantizeArgs& args) {
+  const DeviceGuard guard(x.device());
+  const MatrixShape shape = shapes::matrix_shape(x.sizes());
+  const kernels::NormForward statistics = norm_statistics(x, shape.columns, eps, centered);
+  NormSource source{};
+  source.x = x.const_data_ptr();
+  source.mean = centered ? statistics.mean.const_data_ptr<float>() : nullptr;
+  source.rstd = statistics.rstd.const_data_ptr<float>();
+  source.w = w.const_data_ptr();
+  source.b = data_of(b);
+  source.w_type = type_of(w);
+  source.b_type = b.defined() ? type_of(b) : Type::Float32;
+  source.zero_centered_gamma = zero_centered_gamma;
+  QuantizedPair y = run(shape, x, args, "norm_forward_quantize", [&](const QuantizePlan& plan) {
+    launch_quantize_norm(source, type_of(x), plan, stream_of(x));
+  });
+  return {std::move(y), statistics.mean, statistics.rstd};
+}
+
+bool fuses_activation(const Tensor& x, const ActivationSpec& spec, const Tensor& scales,
+                      const QuantizeArgs& args) {
+  if (args.format.scaling == Scaling::NV || x.numel() == 0 || !is_half(x)) return false;
+  const bool gated = kernels::is_gated(spec.kind);
+  return (!gated || spec.glu_interleave_size == 0) &&
+         reads_vectors(x, gated ? x.size(-1) / 2 : x.size(-1)) && serves_scales(scales);
+}
+
+QuantizedPair activation_forward_quantize(const Tensor& x, const ActivationSpec& spec,
+                                          const Tensor& scales, const QuantizeArgs& args) {
+  const DeviceGuard guard(x.device());
+  MatrixShape shape = shapes::matrix_shape(x.sizes());
+  if (kernels::is_gated(spec.kind)) shape.columns /= 2;
+  const ActivationSource source = source_of(x, spec, scales);
+  return run(shape, x, args, "activation_forward_quantize", [&](const QuantizePlan& plan) {
+    launch_quantize_activation(source, type_of(x), plan, stream_of(x));
+  });
+}
+
+bool fuses_activation_backward(const Tensor& dy, const Tensor& x, const ActivationSpec& spec,
+                               const Tensor& scales, const QuantizeArgs& args) {
+  const bool gated = kernels::is_gated(spec.kind);
+  const int64_t units = gated ? x.size(-1) / 2 : x.size(-1);
+  return fuses_activation(x, spec, scales, args) && dy.scalar_type() == x.scalar_type() &&
+         reads_vectors(dy, units) && (!gated || units % kTile == 0);
+}
+
+ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const Tensor& x,
+                                                         const ActivationSpec& spec,
+                                                         const Tensor& scales, bool need_dscales,
+                                                         bool need_dbias,
+                                                         const QuantizeArgs& args) {
+  const DeviceGuard guard(x.device());
+  const MatrixShape shape = shapes::matrix_shape(x.sizes());
+  const int64_t units = kernels::is_gated(spec.kind) ? shape.columns / 2 : shape.columns;
+  const int64_t down = (shape.rows + kTile - 1) / kTile, across = (units + kTile - 1) / kTile;
+  const auto floats = x.options().dtype(at::kFloat);
+  ActivationSource source = source_of(x, spec, scales);
+  source.dy = dy.const_data_ptr();
+  Tensor dbias_sums, dscales_sums;
+  if (need_dbias) dbias_sums = at::empty({down, shape.columns}, floats);
+  if (need_dscales) dscales_sums = at::empty({shape.rows, across}, floats);
+  source.dbias = static_cast<float*>(mutable_data_of(dbias_sums));
+  source.dscales = static_cast<float*>(mutable_data_of(dscales_sums));
+  ActivationBackwardQuantized result;
+  result.dx = run(shape, x, args, "activation_backward_quantize", [&](const QuantizePlan& plan) {
+    launch_quantize_activation_backward(source, type_of(x), plan, stream_of(x));
+  });
+  if (need_dbias) {
+    result.dbias = at::empty({shape.columns}, x.options());
+    launch_sum_partials({source.dbias, result.dbias.mutable_data_ptr(), type_of(x)}, {}, down,
+                        shape.columns, stream_of(x));
+  }
+  if (need_dscales) {
+    result.dscales = at::empty_like(scales);
+    launch_sum_row_partials(
+        {source.dscales, result.dscales.mutable_data_ptr(), type_of(result.dscales)}, shape.rows,
+        across, stream_of(x));
+  }
+  check_launch("activation_backward_quantize");
+  return result;
+}
+
+std::vector<Tensor> update_delayed(const std::vector<DelayedState>& states, int64_t margin,
+                                   bool most_recent) {
+  std::vector<Tensor> scales;
+  if (states.empty()) return scales;
+  const Tensor& any = states.front().amax;
+  const DeviceGuard guard(any.device());
+  const int64_t n = static_cast<int64_t>(states.size());
+  const bool in_place = is_captured(any);
+  const Tensor made = in_place ? Tensor() : at::empty({n}, any.options());
+  scales.reserve(states.size());
+  for (int64_t i = 0; i < n; ++i) {
+    scales.push_back(in_place ? states[static_cast<size_t>(i)].scale : made.narrow(0, i, 1));
+  }
+  for (int64_t first = 0; first < n; first += kDelayedEntries) {
+    const int64_t count = std::min<int64_t>(kDelayedEntries, n - first);
+    DelayedUpdate update{};
+    for (int64_t i = 0; i < count; ++i) {
+      const size_t at = static_cast<size_t>(first + i);
+      const DelayedState& s = states[at];
+      update.entries[i] = {
+          s.history.mutable_data_ptr<float>(),     s.amax.mutable_data_ptr<float>(),
+          s.scale.const_data_ptr<float>(),         scales[at].mutable_data_ptr<float>(),
+          static_cast<int32_t>(s.history.numel()), s.max_value};
+    }
+    update.divisor = std::ldexp(1.0f, static_cast<int>(margin));
+    update.most_recent = most_recent;
+    launch_delayed_update(update, static_cast<int>(count), stream_of(any));
+    check_launch("update_delayed");
+  }
+  return scales;
+}
+
+bool is_captured(const Tensor& x) { return x.is_cuda() && is_capturing(stream_of(x)); }
+
+}  // namespace ligature::cuda

@@ -1,0 +1,191 @@
+// Casts of a matrix in memory to FP8, and the largest magnitude of one. Row-wise data alone needs
+// no tiles: every thread casts 8 values where they are.
+#include "ligature/backend/cuda/device/plain_source.cuh"
+
+namespace ligature::cuda {
+
+void launch_quantize_nv(const void* x, Type type, const QuantizePlan& plan, Stream stream);
+
+namespace {
+
+constexpr int kFlatThreads = 256;
+constexpr int kFlatPart = 8;
+constexpr int kFlatUnroll = 4;
+
+template <typename T>
+__device__ __forceinline__ Part<T, kFlatPart> load_part_8(const T* x) {
+  Part<T, kFlatPart> part;
+#pragma unroll
+  for (int i = 0; i < Part<T, kFlatPart>::kWords / 4; ++i) {
+    const uint4 v = reinterpret_cast<const uint4*>(x)[i];
+    part.words[4 * i] = v.x;
+    part.words[4 * i + 1] = v.y;
+    part.words[4 * i + 2] = v.z;
+    part.words[4 * i + 3] = v.w;
+  }
+  return part;
+}
+
+/// Values that no part of 8 covers, by one thread each.
+template <typename T>
+__device__ __forceinline__ uint32_t single_amax(T x) {
+  const uint32_t bits = __float_as_uint(to_float(x)) & kMagnitudeBits;
+  return bits > kInfinityBits ? 0 : bits;
+}
+
+template <typename T>
+__device__ __forceinline__ uint8_t single_code(T x, float factor, Element element) {
+  Part<T, 4> part = {};
+  if constexpr (sizeof(T) == 4) {
+    part.words[0] = __float_as_uint(x);
+  } else {
+    part.words[0] = *reinterpret_cast<const uint16_t*>(&x);
+  }
+  uint32_t codes[1];
+  encode_part(part, factor, element, true, codes);
+  return static_cast<uint8_t>(codes[0]);
+}
+
+// The blocks of a row are as good as in one long row, since rows are whole blocks.
+template <typename T>
+__global__ void __launch_bounds__(kFlatThreads)
+    quantize_flat(const __grid_constant__ QuantizePlan plan, const T* x, int64_t n) {
+  __shared__ uint32_t shared_amax;
+  if (threadIdx.x == 0) shared_amax = 0;
+  __syncthreads();
+  const Format& format = plan.format;
+  const int log = fp8_block_log(format);
+  const int64_t parts = n / kFlatPart;
+  const int64_t first =
+      static_cast<int64_t>(blockIdx.x) * (kFlatThreads * kFlatUnroll) + threadIdx.x;
+  Part<T, kFlatPart> part[kFlatUnroll];
+#pragma unroll
+  for (int u = 0; u < kFlatUnroll; ++u) {
+    const int64_t at = first + u * kFlatThreads;
+    part[u] = at < parts ? load_part_8(x + at * kFlatPart) : Part<T, kFlatPart>{};
+  }
+  const float tensor = tensor_factor(plan);
+  uint32_t amax = 0;
+#pragma unroll
+  for (int u = 0; u < kFlatUnroll; ++u) {
+    const int64_t at = first + u * kFlatThreads;
+    bool special;
+    uint32_t largest = part_amax(part[u], special);
+    amax = max(amax, largest);
+    float factor = tensor;
+    if (log != 0) {
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      if (log == 7) {
+        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 4));
+        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
+      }
+      const int lanes = log - 3;  // of 8 values, as a power of two
+      factor = fp8_factor(format, largest, plan.rowwise.scale,
+                          at < parts && (at & ((1 << lanes) - 1)) == 0 ? at >> lanes : -1);
+    }
+    uint32_t codes[2];
+    encode_part(part[u], factor, format.element, special, codes);
+    if (at < parts) {
+      reinterpret_cast<uint2*>(plan.rowwise.data)[at] = make_uint2(codes[0], codes[1]);
+    }
+  }
+  if (blockIdx.x == 0) {
+    const int64_t rest = parts * kFlatPart + threadIdx.x;
+    if (rest < n) {
+      amax = max(amax, single_amax(x[rest]));
+      plan.rowwise.data[rest] = single_code(x[rest], tensor, format.element);
+    }
+    if (threadIdx.x == 0) write_tensor_scale(plan, tensor);
+  }
+  if (format.scaling == Scaling::Delayed && plan.amax != nullptr) {
+    raise_by_block(amax, &shared_amax, plan.amax);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kFlatThreads)
+    amax_kernel(const T* x, int64_t n, bool vectors, float* amax) {
+  __shared__ uint32_t shared_amax;
+  if (threadIdx.x == 0) shared_amax = 0;
+  __syncthreads();
+  const int64_t parts = vectors ? n / kFlatPart : 0;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kFlatThreads;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kFlatThreads + threadIdx.x;
+  uint32_t largest = 0;
+  for (int64_t at = thread; at < parts; at += step * kFlatUnroll) {
+    Part<T, kFlatPart> part[kFlatUnroll];
+#pragma unroll
+    for (int u = 0; u < kFlatUnroll; ++u) {
+      const int64_t here = at + u * step;
+      part[u] = here < parts ? load_part_8(x + here * kFlatPart) : Part<T, kFlatPart>{};
+    }
+#pragma unroll
+    for (int u = 0; u < kFlatUnroll; ++u) {
+      bool special;
+      largest = max(largest, part_amax(part[u], special));
+    }
+  }
+  for (int64_t i = parts * kFlatPart + thread; i < n; i += step) {
+    largest = max(largest, single_amax(x[i]));
+  }
+  raise_by_block(largest, &shared_amax, amax);
+}
+
+bool is_aligned(const void* p, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
+
+bool is_flat(const void* x, const QuantizePlan& plan) {
+  const Format& format = plan.format;
+  if (plan.columnwise.data != nullptr || format.block_2d || !is_aligned(x, 16) ||
+      !is_aligned(plan.rowwise.data, 8)) {
+    return false;
+  }
+  const int64_t size = format.scaling == Scaling::Block ? 128
+                       : format.scaling == Scaling::MX  ? 32
+                                                        : 1;
+  return plan.columns % size == 0;
+}
+
+template <typename T>
+void quantize_fp8(const T* x, Type type, const QuantizePlan& plan, Stream stream) {
+  if (!is_flat(x, plan)) {
+    const bool vectors = allows_vectors<kVector<T>>(x, type, plan.columns);
+    launch_tiles(quantize_tiles_fp8<PlainSource<T>>, plan,
+                 typename PlainSource<T>::Arguments{x, vectors}, plan.columns, kTileBytes<T>,
+                 stream);
+    return;
+  }
+  const int64_t n = plan.rows * plan.columns;
+  constexpr int64_t kBlockValues = kFlatThreads * kFlatUnroll * kFlatPart;
+  const int64_t blocks = (n + kBlockValues - 1) / kBlockValues;
+  quantize_flat<T>
+      <<<static_cast<unsigned>(blocks > 0 ? blocks : 1), kFlatThreads, 0, stream>>>(plan, x, n);
+}
+
+}  // namespace
+
+void launch_quantize(const void* x, Type type, const QuantizePlan& plan, Stream stream) {
+  if (plan.format.scaling == Scaling::NV) return launch_quantize_nv(x, type, plan, stream);
+  if (plan.find_amax) return launch_amax(x, type, plan.rows * plan.columns, plan.amax, stream);
+  with_type(type, [&](auto zero) {
+    using T = decltype(zero);
+    quantize_fp8(static_cast<const T*>(x), type, plan, stream);
+  });
+}
+
+void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream) {
+  constexpr int64_t kMost = 132 * 8;
+  constexpr int64_t kBlockValues = kFlatThreads * kFlatUnroll * kFlatPart;
+  const int64_t blocks = (n + kBlockValues - 1) / kBlockValues;
+  if (blocks == 0) return;
+  with_type(type, [&](auto zero) {
+    using T = decltype(zero);
+    amax_kernel<T>
+        <<<static_cast<unsigned>(blocks < kMost ? blocks : kMost), kFlatThreads, 0, stream>>>(
+            static_cast<const T*>(x), n, is_aligned(x, 16), amax);
+  });
+}
+
+}  // namespace ligature::cuda
