@@ -20,8 +20,8 @@ void exit_quantized_model_init();
 /// A recipe was changed while contexts may use it: those of this thread take on the new one.
 void replace_model_init_recipe(const Recipe* before, const RecipePtr& now);
 
-/// Linear layers built in its scope keep their weights in the recipe's format only. Biases and norms
-/// stay in high precision. Scopes nest, and each thread has its own. Example:
+/// Linear layers built in its scope keep their weights in the recipe's format only. Biases and
+/// norms stay in high precision. Scopes nest, and each thread has its own. Example:
 /// ```
 /// QuantizedModelInit lean({.recipe = std::make_shared<MXFP8BlockScaling>()});
 /// Linear linear(256, 128);
@@ -36,8 +36,8 @@ class QuantizedModelInit {
   QuantizedModelInit& operator=(const QuantizedModelInit&) = delete;
 };
 
-/// A new weight of `op` in low precision, where this thread asks for it and the recipe does not leave
-/// it in high precision; otherwise as it is.
+/// A new weight of `op` in low precision, where this thread asks for it and the recipe does not
+/// leave it in high precision; otherwise as it is.
 Tensor new_weight(BasicOperation& op, const Tensor& weight);
 
 }  // namespace ligature

@@ -9,8 +9,8 @@ namespace ligature {
 /// What a checkpoint says of a recipe; nothing when it is no delayed scaling, or has functions that
 /// no key tells apart.
 std::optional<JsonValue> description_of(const Recipe& recipe);
-/// The recipe that a checkpoint speaks of. Its functions are known by their keys only: they must not
-/// be called before an equal recipe has brought them.
+/// The recipe that a checkpoint speaks of. Its functions are known by their keys only: they must
+/// not be called before an equal recipe has brought them.
 std::shared_ptr<DelayedScaling> delayed_from_description(const JsonValue& about);
 
 }  // namespace ligature

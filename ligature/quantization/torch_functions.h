@@ -1,5 +1,5 @@
-// Torch's functions on tensors that stand for quantized ones, where no language binding has a kind of
-// its own: a dispatch key that such tensors have and no plain tensor has.
+// Torch's functions on tensors that stand for quantized ones, where no language binding has a kind
+// of its own: a dispatch key that such tensors have and no plain tensor has.
 #pragma once
 
 #include <c10/core/DispatchKey.h>

@@ -261,6 +261,7 @@ TEST(QuantizedFunctionsTest, EveryOptimizerTakesIt) {
   const Tensor x = torch::randn({64, 40});
   const auto losses = [&](const auto& make) {
     Sequential model = make_model(recipe);
+    const Tensor before = values_of(weight_of(model, 1));
     auto optimizer = make(model->parameters());
     std::vector<float> out;
     for (int step = 0; step < 20; ++step) {
@@ -274,6 +275,7 @@ TEST(QuantizedFunctionsTest, EveryOptimizerTakesIt) {
       out.push_back(optimizer.step(closure).template item<float>());
     }
     EXPECT_NE(quantized_of(weight_of(model, 1)), nullptr);
+    EXPECT_FALSE(values_of(weight_of(model, 1)).equal(before));
     EXPECT_LT(out.back(), out.front());
   };
   losses([](auto p) { return torch::optim::SGD(p, torch::optim::SGDOptions(0.1).momentum(0.9)); });

@@ -99,6 +99,9 @@ TEST(QuantizedModelInitTest, WhatCannotBeQuantized) {
   without.device = at::kMeta;
   EXPECT_THROW(Linear{wide}, c10::TypeError);
   EXPECT_THROW(Linear{without}, c10::NotImplementedError);
+  EXPECT_EQ(message_of([&] { Linear{wide}; }).find("[Linear] weight: low precision takes"), 0u);
+  EXPECT_EQ(message_of([&] { Linear{without}; }),
+            "[Linear] a weight without memory (on the meta device) cannot be quantized");
 }
 
 TEST(QuantizedModelInitTest, ACloneHasWeightsAndStateOfItsOwn) {
