@@ -20,4 +20,5 @@
 #include "ligature/ops/rms_norm.h"
 #include "ligature/ops/scaled_activation.h"
 #include "ligature/quantization/autocast.h"
+#include "ligature/quantization/model_init.h"
 #include "ligature/sequential.h"

@@ -12,6 +12,9 @@
 #include <sstream>
 
 #include "ligature/options.h"
+#include "ligature/quantization/model_init.h"
+#include "ligature/quantization/recipe_state.h"
+#include "ligature/quantization/weights.h"
 
 namespace ligature {
 
@@ -89,14 +92,37 @@ FuserBackwardResult FusibleOperation::fuser_backward(CtxList, const Value&, Grad
   LIGATURE_CHECK_STATE(false, "[", label(), "] has no backward pass");
 }
 
+namespace {
+
+Tensor copy_of(const Tensor& parameter, const std::optional<torch::Device>& device) {
+  const auto copy = [&](const Tensor& t) {
+    return device ? t.to(*device, /*non_blocking=*/false, /*copy=*/true) : t.clone();
+  };
+  const QuantizedPtr quantized = quantized_of(parameter);
+  if (quantized == nullptr) return copy(parameter.detach());
+  const QuantizedPtr made = quantized->map(copy);
+  made->set_quantizer(deep_copy(*quantizer_for(quantized)));
+  Tensor wrapper = wrap_quantized(made);
+  set_high_precision_init_val(wrapper, high_precision_init_val(parameter));
+  return wrapper;
+}
+
+}  // namespace
+
 void FusibleOperation::copy_parameters(const FusibleOperation& from, FusibleOperation& to,
                                        const std::optional<torch::Device>& device) {
   torch::NoGradGuard no_grad;
   for (const auto& item : from.parameters_) {
-    Tensor data = device ? item.value().to(*device) : item.value();
-    if (data.is_same(item.value())) data = data.clone();
-    to.parameters_[item.key()] = data.detach().set_requires_grad(item.value().requires_grad());
+    to.parameters_[item.key()] =
+        copy_of(item.value(), device).set_requires_grad(item.value().requires_grad());
   }
+  const BasicOperation* source = const_cast<FusibleOperation&>(from).recipe_state_owner();
+  BasicOperation* part = to.recipe_state_owner();
+  if (source == nullptr || part == nullptr) return;
+  for (const RecipeState& state : recipe_states(*source)) {
+    load_recipe_state(*part, state, device.value_or(state.device()));
+  }
+  for (const auto& item : to.parameters_) adopt_weight(*part, item.value());
 }
 
 // ---- BasicOperation
@@ -378,6 +404,7 @@ bool register_operation(std::string name, OpFactory factory) {
 BasicOpPtr make_operation(const std::string& name, const PlainState& options) {
   auto found = factories().find(name);
   LIGATURE_CHECK(found != factories().end(), "there is no operation named '", name, "'");
+  const QuantizedModelInit describing({.enabled = false});
   return found->second(options);
 }
 

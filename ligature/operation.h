@@ -123,8 +123,16 @@ class FusibleOperation : public torch::nn::Module {
 
   const torch::OrderedDict<std::string, Tensor>& own_parameters() const { return parameters_; }
 
+  /// Writes its parameters and the state of delayed scaling as plain tensors; a quantized parameter
+  /// as its parts.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  /// Takes them from an archive in any format, or in none. What cannot be read leaves it as it was.
+  void load(torch::serialize::InputArchive& archive) override;
+  /// The basic operation whose recipe state is kept below this module's name; null for none.
+  virtual BasicOperation* recipe_state_owner() { return nullptr; }
+
  protected:
-  /// Gives `to` copies of the parameters of `from`, for clone().
+  /// Gives `to` copies of the parameters and of the recipe state of `from`, for clone().
   static void copy_parameters(const FusibleOperation& from, FusibleOperation& to,
                               const std::optional<torch::Device>& device);
 };
@@ -178,6 +186,7 @@ class BasicOperation : public FusibleOperation {
   std::vector<OpQuantizationPtr> quantizations() const;
   /// Begins anew with a recipe: factors of 1, no history.
   void reset_recipe_state(const RecipePtr& recipe, at::Device device);
+  BasicOperation* recipe_state_owner() override { return this; }
   /// Does it behave differently in training and in evaluation?
   virtual bool uses_training() const { return false; }
   virtual bool accepts_kwarg(const std::string& /*name*/) const { return false; }

@@ -84,6 +84,8 @@ class SequentialImpl : public torch::nn::Module {
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device = std::nullopt) const override;
   void pretty_print(std::ostream& stream) const override { stream << "ligature::Sequential"; }
+  /// What one of its operations cannot read leaves all of them as they were.
+  void load(torch::serialize::InputArchive& archive) override;
 
  private:
   struct Entry {

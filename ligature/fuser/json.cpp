@@ -1,5 +1,6 @@
 #include "ligature/fuser/json.h"
 
+#include <charconv>
 #include <cstdio>
 
 namespace ligature {
@@ -34,6 +35,12 @@ JsonWriter& JsonWriter::close(char bracket) {
   if (had_items) new_line();
   out_ += bracket;
   return *this;
+}
+
+JsonWriter& JsonWriter::value(double number) {
+  char digits[32];
+  const auto [end, error] = std::to_chars(digits, digits + sizeof digits, number);
+  return raw(std::string(digits, end));
 }
 
 void JsonWriter::write_string(std::string_view text) {

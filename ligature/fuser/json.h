@@ -1,4 +1,4 @@
-// Writes JSON; just what explanations need.
+// Writes JSON; just what explanations and checkpoints need.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +34,8 @@ class JsonWriter {
   JsonWriter& value(bool flag) { return raw(flag ? "true" : "false"); }
   JsonWriter& value(int64_t number) { return raw(std::to_string(number)); }
   JsonWriter& value(size_t number) { return raw(std::to_string(number)); }
+  /// With as many digits as tell it apart from every other.
+  JsonWriter& value(double number);
   JsonWriter& null() { return raw("null"); }
   /// null for an empty text.
   JsonWriter& value_or_null(const std::string& text) { return text.empty() ? null() : value(text); }

@@ -10,6 +10,7 @@
 #include "ligature/kernels/gemm.h"
 #include "ligature/ops/prepare.h"
 #include "ligature/quantization/gemm.h"
+#include "ligature/quantization/model_init.h"
 
 namespace ligature {
 
@@ -37,6 +38,8 @@ BasicLinearImpl::BasicLinearImpl(Options options_)
     : Operation("BasicLinear"), options(std::move(options_)) {
   check_options(options);
   add_parameter("weight", {options.out_features, options.in_features}, options.tensor_options());
+  Tensor& w = parameters_["weight"];
+  w = new_weight(*this, w).set_requires_grad(true);
 }
 
 // As torch.nn.Linear: uniform in ±1/sqrt(in_features).

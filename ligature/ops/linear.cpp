@@ -4,6 +4,8 @@
 
 #include <cmath>
 
+#include "ligature/quantization/model_init.h"
+
 namespace ligature {
 namespace {
 
@@ -16,6 +18,7 @@ OpList make_basic_ops(const LinearOptions& options) {
   linear.accumulate_into_main_grad = options.accumulate_into_main_grad;
   linear.device = at::kMeta;
   linear.dtype = options.dtype;
+  const QuantizedModelInit describing({.enabled = false});
   OpList ops{std::make_shared<BasicLinearImpl>(linear)};
   if (options.bias) {
     BiasOptions bias(options.out_features);
@@ -38,7 +41,7 @@ LinearImpl::LinearImpl(Options options_)
   const at::TensorOptions like = options.tensor_options();
   Tensor w = at::empty({options.out_features, options.in_features}, like);
   if (!w.is_meta()) basic_linear().initialize_parameter("weight", w);
-  register_parameter("weight", w);
+  register_parameter("weight", new_weight(basic_linear(), w));
   if (!options.bias) return;
   // As torch.nn.Linear; a Bias on its own begins at zero.
   const double bound = 1.0 / std::sqrt(static_cast<double>(options.in_features));

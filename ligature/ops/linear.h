@@ -42,6 +42,7 @@ class LinearImpl : public FusedOperation {
       const std::optional<torch::Device>& device = std::nullopt) const override;
   void pretty_print(std::ostream& stream) const override;
 
+  BasicOperation* recipe_state_owner() override { return &basic_linear(); }
   BasicLinearImpl& basic_linear() const { return basic_op<BasicLinearImpl>(0); }
   const Tensor& weight() const { return parameters_["weight"]; }
   /// Undefined without a bias.

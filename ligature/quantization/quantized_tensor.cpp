@@ -5,6 +5,7 @@
 
 #include "ligature/check.h"
 #include "ligature/meta.h"
+#include "ligature/quantization/torch_functions.h"
 
 namespace ligature {
 namespace {
@@ -30,7 +31,13 @@ int64_t product(at::IntArrayRef sizes) {
 struct QuantizedMeta : c10::BackendMeta {
   explicit QuantizedMeta(QuantizedPtr q) : quantized(std::move(q)) {}
   QuantizedPtr quantized;
+  at::Tensor initial;  // in high precision, where it was kept
 };
+
+QuantizedMeta* meta_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  return dynamic_cast<QuantizedMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+}
 
 std::function<at::Tensor(const QuantizedPtr&)>& wrapper_hook() {
   static std::function<at::Tensor(const QuantizedPtr&)> hook;
@@ -178,8 +185,7 @@ void QuantizedTensor::copy_from(const QuantizedTensor& other) {
 }
 
 QuantizedPtr quantized_of(const at::Tensor& tensor) {
-  if (!tensor.defined()) return nullptr;
-  auto* meta = dynamic_cast<QuantizedMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+  const QuantizedMeta* meta = meta_of(tensor);
   return meta != nullptr ? meta->quantized : nullptr;
 }
 
@@ -190,13 +196,31 @@ void attach_quantized(const at::Tensor& wrapper, QuantizedPtr quantized) {
 
 at::Tensor wrap_quantized(const QuantizedPtr& quantized) {
   if (wrapper_hook()) return wrapper_hook()(quantized);
-  at::Tensor wrapper =
+  const at::Tensor empty =
       at::empty({0}, at::TensorOptions(quantized->dtype()).device(quantized->device()));
+  c10::Storage none = empty.storage();
+  at::Tensor wrapper = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(none), empty.key_set().add(kWrapperKey), empty.dtype());
   c10::TensorImpl* impl = wrapper.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(quantized->sizes());
   impl->set_storage_access_should_throw();
   attach_quantized(wrapper, quantized);
   return wrapper;
+}
+
+at::Tensor high_precision_init_val(const at::Tensor& weight) {
+  const QuantizedMeta* meta = meta_of(weight);
+  return meta != nullptr ? meta->initial : at::Tensor();
+}
+
+void set_high_precision_init_val(const at::Tensor& weight, at::Tensor values) {
+  QuantizedMeta* meta = meta_of(weight);
+  LIGATURE_CHECK_TYPE(meta != nullptr, "weight must be a quantized tensor, got a plain one");
+  meta->initial = std::move(values);
+}
+
+void clear_high_precision_init_val(const at::Tensor& weight) {
+  if (QuantizedMeta* meta = meta_of(weight)) meta->initial = at::Tensor();
 }
 
 void set_quantized_wrapper(std::function<at::Tensor(const QuantizedPtr&)> wrapper) {

@@ -80,8 +80,15 @@ QuantizedPtr quantized_of(const at::Tensor& tensor);
 void attach_quantized(const at::Tensor& wrapper, QuantizedPtr quantized);
 
 /// A torch tensor that stands for it: shape, dtype and a place in the autograd graph, but no
-/// memory. A language binding may make its own kind.
+/// memory. Torch's functions take it (torch_functions.cpp). A language binding may make its own
+/// kind.
 at::Tensor wrap_quantized(const QuantizedPtr& quantized);
 void set_quantized_wrapper(std::function<at::Tensor(const QuantizedPtr&)> wrapper);
+
+/// The values of a weight before it was quantized, on the CPU; undefined where they were not kept
+/// (QuantizedModelInit) or were dropped.
+at::Tensor high_precision_init_val(const at::Tensor& weight);
+void set_high_precision_init_val(const at::Tensor& weight, at::Tensor values);
+void clear_high_precision_init_val(const at::Tensor& weight);
 
 }  // namespace ligature

@@ -48,7 +48,18 @@ const char* fp8_format_name(Fp8Format format) {
 
 // ---- DelayedScaling
 
-DelayedScaling::DelayedScaling(DelayedScalingOptions given) : options(std::move(given)) {
+namespace {
+
+// The name of an algorithm that a function stands in for tells nothing apart.
+DelayedScalingOptions normalized(DelayedScalingOptions options) {
+  if (options.amax_function) options.amax_compute_algo = "function";
+  return options;
+}
+
+}  // namespace
+
+DelayedScaling::DelayedScaling(DelayedScalingOptions given)
+    : options(normalized(std::move(given))) {
   LIGATURE_CHECK(options.amax_history_len > 0,
                  "[DelayedScaling] amax_history_len must be positive, got ",
                  options.amax_history_len);

@@ -8,6 +8,8 @@
 #include "guest.h"
 #include "ligature/backend/cuda/gemm.h"
 #include "ligature/meta.h"
+#include "ligature/quantization/format_fields.h"
+#include "ligature/quantization/weights.h"
 
 namespace ligature::python {
 namespace {
@@ -16,85 +18,22 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 
 // -- a format as plain fields
 
-template <class Enum>
-using Names = std::vector<std::pair<const char*, Enum>>;
-
-const Names<Scaling> scalings = {{"delayed", Scaling::Delayed},
-                                 {"current", Scaling::Current},
-                                 {"block", Scaling::Block},
-                                 {"mx", Scaling::MX},
-                                 {"nv", Scaling::NV}};
-const Names<Element> elements = {
-    {"e4m3", Element::E4M3}, {"e5m2", Element::E5M2}, {"e2m1", Element::E2M1}};
-const Names<FourOverSix> choices = {{"none", FourOverSix::None},
-                                    {"mean_absolute", FourOverSix::MeanAbsolute},
-                                    {"mean_square", FourOverSix::MeanSquare}};
-
-template <class Enum>
-const char* name_of(const Names<Enum>& names, Enum value) {
-  for (const auto& [name, known] : names) {
-    if (known == value) return name;
-  }
-  return "";
-}
-
-template <class Enum>
-Enum value_of(const Names<Enum>& names, const std::string& field, const std::string& name) {
-  for (const auto& [known, value] : names) {
-    if (name == known) return value;
-  }
-  LIGATURE_CHECK(false, "a format's ", field, " is none of those known, got '", name, "'");
-}
-
-using py::literals::operator""_a;
-
-py::dict fields_of(const Format& f) {
-  return py::dict("scaling"_a = name_of(scalings, f.scaling),
-                  "element"_a = name_of(elements, f.element), "block_2d"_a = f.block_2d,
-                  "power_of_2_scales"_a = f.power_of_2_scales, "amax_epsilon"_a = f.amax_epsilon,
-                  "hadamard"_a = f.hadamard, "stochastic_rounding"_a = f.stochastic_rounding,
-                  "row_scaled"_a = f.row_scaled,
-                  "four_over_six"_a = name_of(choices, f.four_over_six));
-}
-
-Format format_from(const py::dict& fields) {
-  Format f;
-  for (const auto& [key, value] : fields) {
-    const auto name = py::cast<std::string>(key);
-    const auto flag = [&, &value = value] {
-      LIGATURE_CHECK_TYPE(py::isinstance<py::bool_>(value), "a format's ", name,
-                          " must be True or False, got ", py::str(value).cast<std::string>());
-      return value.cast<bool>();
-    };
-    const auto text = [&, &value = value] {
-      LIGATURE_CHECK_TYPE(py::isinstance<py::str>(value), "a format's ", name,
-                          " must be a name, got ", py::str(value).cast<std::string>());
-      return value.cast<std::string>();
-    };
-    if (name == "scaling") {
-      f.scaling = value_of(scalings, name, text());
-    } else if (name == "element") {
-      f.element = value_of(elements, name, text());
-    } else if (name == "four_over_six") {
-      f.four_over_six = value_of(choices, name, text());
-    } else if (name == "block_2d") {
-      f.block_2d = flag();
-    } else if (name == "power_of_2_scales") {
-      f.power_of_2_scales = flag();
-    } else if (name == "amax_epsilon") {
-      f.amax_epsilon = value.cast<float>();
-    } else if (name == "hadamard") {
-      f.hadamard = flag();
-    } else if (name == "stochastic_rounding") {
-      f.stochastic_rounding = flag();
-    } else if (name == "row_scaled") {
-      f.row_scaled = flag();
+py::dict dict_of(const Format& format) {
+  py::dict out;
+  const JsonValue fields = fields_of(format);
+  for (const auto& [name, value] : *fields.get<JsonValue::Object>()) {
+    if (const auto* text = value.get<std::string>()) {
+      out[name.c_str()] = *text;
+    } else if (const auto* flag = value.get<bool>()) {
+      out[name.c_str()] = *flag;
     } else {
-      LIGATURE_CHECK(false, "a format has no field '", name, "'");
+      out[name.c_str()] = *value.get<double>();
     }
   }
-  return f;
+  return out;
 }
+
+Format format_from(const py::dict& fields) { return format_from_fields(json_of(fields)); }
 
 // -- quantizers
 
@@ -110,18 +49,6 @@ std::shared_ptr<Quantizer> make_quantizer(const py::dict& fields, bool rowwise, 
   return made;
 }
 
-/// `deep`: with a factor and a largest value of its own.
-std::shared_ptr<Quantizer> copy_of(const Quantizer& quantizer, bool deep) {
-  auto made = quantizer.copy();
-  if (deep && made->delayed != nullptr) {
-    made->delayed = std::make_shared<DelayedScale>(*made->delayed);
-    for (Tensor* t : {&made->delayed->scale, &made->delayed->amax, &made->delayed->history}) {
-      if (t->defined()) *t = t->clone();
-    }
-  }
-  return made;
-}
-
 void set_reduce_amax(Quantizer& quantizer, const py::object& function) {
   if (function.is_none()) {
     quantizer.reduce_amax = nullptr;
@@ -129,41 +56,6 @@ void set_reduce_amax(Quantizer& quantizer, const py::object& function) {
   }
   auto keep = hold(function);
   quantizer.reduce_amax = [keep](Tensor& amax) { with_python([&] { held(keep)(wrap(amax)); }); };
-}
-
-// Below autograd nothing counts versions: here it is made sure that every write does.
-template <class F>
-void writing(const QuantizedTensor& to, F&& write) {
-  std::vector<std::pair<Tensor, uint32_t>> before;
-  for (const Tensor& t : to.tensors()) {
-    if (!t.is_inference()) before.emplace_back(t, t._version());
-  }
-  write();
-  for (const auto& [t, version] : before) {
-    if (t._version() == version) t.unsafeGetTensorImpl()->bump_version();
-  }
-}
-
-void update(const Quantizer& quantizer, const Tensor& x, QuantizedTensor& to) {
-  writing(to, [&] { quantizer.update(x, to); });
-}
-
-// -- quantized tensors
-
-/// What made it; for one from a file, what makes the like of it. A factor of delayed scaling is
-/// then the one it was made with.
-std::shared_ptr<Quantizer> quantizer_for(const QuantizedPtr& q) {
-  if (q->quantizer() != nullptr) return std::const_pointer_cast<Quantizer>(q->quantizer());
-  auto made = std::make_shared<Quantizer>(q->format_tag(),
-                                          Usage{q->rowwise().defined(), q->columnwise().defined()});
-  if (q->format_tag().scaling == Scaling::Delayed) {
-    const auto& part = q->rowwise().defined() ? q->rowwise() : q->columnwise();
-    made->delayed = std::make_shared<DelayedScale>();
-    made->delayed->scale = part.scale.reciprocal();
-    made->delayed->max_value = max_value(q->format_tag().element);
-  }
-  q->set_quantizer(made);
-  return made;
 }
 
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
@@ -229,12 +121,6 @@ QuantizedPtr make_quantized(const py::dict& fields, const std::vector<int64_t>& 
   return made;
 }
 
-bool same_layout(const QuantizedTensor& a, const QuantizedTensor& b) {
-  return a.format_tag() == b.format_tag() && a.sizes() == b.sizes() &&
-         a.rowwise().defined() == b.rowwise().defined() &&
-         a.columnwise().defined() == b.columnwise().defined();
-}
-
 py::tuple parts_of(const QuantizedTensor& q) {
   const auto& r = q.rowwise();
   const auto& c = q.columnwise();
@@ -258,7 +144,7 @@ void bind_quantizer(py::module_& m) {
       .def(py::init(&make_quantizer), py::arg("format"), py::arg("rowwise"), py::arg("columnwise"),
            py::arg("scale") = py::none(), py::arg("amax") = py::none())
       .def_property_readonly("format", &Quantizer::format)
-      .def_property_readonly("fields", [](const Quantizer& q) { return fields_of(q.format_tag()); })
+      .def_property_readonly("fields", [](const Quantizer& q) { return dict_of(q.format_tag()); })
       .def_property(
           "rowwise", [](const Quantizer& q) { return q.usage.rowwise; },
           [](Quantizer& q, bool value) { q.usage.rowwise = value; })
@@ -277,7 +163,12 @@ void bind_quantizer(py::module_& m) {
       .def(
           "quantize", [](const Quantizer& q, const Tensor& x) { return q.quantize(x); },
           py::arg("x"), NoGil())
-      .def("update", &update, py::arg("x"), py::arg("to"), NoGil())
+      .def(
+          "update",
+          [](const Quantizer& q, const Tensor& x, const QuantizedPtr& to) {
+            write_quantized(to, x, q);
+          },
+          py::arg("x"), py::arg("to"), NoGil())
       .def(
           "make_empty",
           [](const Quantizer& q, const std::vector<int64_t>& sizes, at::ScalarType dtype,
@@ -285,14 +176,16 @@ void bind_quantizer(py::module_& m) {
           py::arg("sizes"), py::arg("dtype"), py::arg("device"), NoGil())
       .def("calibrate", &Quantizer::calibrate, py::arg("x"), NoGil())
       .def("why_not", &Quantizer::why_not, py::arg("x"))
-      .def("copy", &copy_of, py::arg("deep") = false, NoGil());
+      .def(
+          "copy", [](const Quantizer& q, bool deep) { return deep ? deep_copy(q) : q.copy(); },
+          py::arg("deep") = false, NoGil());
 }
 
 void bind_tensor(py::module_& m) {
   py::class_<QuantizedTensor, QuantizedPtr>(m, "QuantizedTensor")
       .def_property_readonly("format", &QuantizedTensor::format)
       .def_property_readonly("fields",
-                             [](const QuantizedTensor& q) { return fields_of(q.format_tag()); })
+                             [](const QuantizedTensor& q) { return dict_of(q.format_tag()); })
       .def_property_readonly(
           "sizes", [](const QuantizedTensor& q) { return py::tuple(py::cast(q.sizes().vec())); })
       .def_property_readonly("dtype", &QuantizedTensor::dtype)
@@ -324,9 +217,7 @@ void bind_tensor(py::module_& m) {
       .def("same_layout", &same_layout, py::arg("other"))
       .def(
           "copy_from",
-          [](QuantizedTensor& to, const QuantizedTensor& from) {
-            writing(to, [&] { to.copy_from(from); });
-          },
+          [](const QuantizedPtr& to, const QuantizedPtr& from) { write_quantized(to, from); },
           py::arg("other"), NoGil());
   m.def(
       "has_products_of",
@@ -348,6 +239,27 @@ void bind_tensor(py::module_& m) {
 }
 
 }  // namespace
+
+JsonValue json_of(const py::handle& object) {
+  JsonValue out;
+  if (py::isinstance<py::bool_>(object)) {
+    out.value = object.cast<bool>();
+  } else if (py::isinstance<py::int_>(object)) {
+    int overflow = 0;
+    out.value = static_cast<int64_t>(PyLong_AsLongLongAndOverflow(object.ptr(), &overflow));
+    if (overflow != 0) out.value = py::str(object).cast<std::string>();
+  } else if (py::isinstance<py::float_>(object)) {
+    out.value = object.cast<double>();
+  } else if (py::isinstance<py::dict>(object)) {
+    auto& fields = out.value.emplace<JsonValue::Object>();
+    for (const auto& [name, value] : object.cast<py::dict>()) {
+      fields[name.cast<std::string>()] = json_of(value);
+    }
+  } else if (!object.is_none()) {
+    out.value = py::str(object).cast<std::string>();
+  }
+  return out;
+}
 
 py::object python_of(const QuantizerPtr& quantizer) {
   if (quantizer == nullptr) return py::none();

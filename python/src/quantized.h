@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "ligature/quantization/json_value.h"
 #include "ligature/quantization/quantizer.h"
 #include "plain.h"
 
@@ -13,5 +14,8 @@ py::object python_of(const QuantizerPtr& quantizer);
 
 /// The quantizer behind such an object; null for anything else.
 std::shared_ptr<Quantizer> quantizer_behind(const py::handle& object);
+
+/// Numbers, texts and named values as data.
+JsonValue json_of(const py::handle& object);
 
 }  // namespace ligature::python

@@ -7,6 +7,7 @@
 #include "bindings.h"
 #include "guest.h"
 #include "ligature/quantization/autocast.h"
+#include "ligature/quantization/model_init.h"
 #include "quantized.h"
 
 namespace ligature::python {
@@ -285,6 +286,7 @@ void bind_recipes(py::module_& m) {
   m.def("make_recipe", &make_recipe, py::arg("name"), py::arg("options"), py::arg("host"));
   m.def("replace_recipe", [](const Recipe& before, const std::shared_ptr<Recipe>& now) {
     replace_recipe(&before, now);
+    replace_model_init_recipe(&before, now);
   });
 
   m.def("enter_autocast", &enter, py::arg("enabled"), py::arg("calibrating"), py::arg("recipe"),

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import _C
 from .autocast import get_default_recipe
 from .recipe import Recipe
 
 if TYPE_CHECKING:
     from ..ops.op import BasicOperation
-
-
-class _Settings(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[tuple[bool, Recipe, bool]] = []
-
-
-_settings = _Settings()
 
 
 class quantized_model_init:  # noqa: N801 - used like autocast
@@ -55,10 +47,11 @@ class quantized_model_init:  # noqa: N801 - used like autocast
         self._given = (enabled, recipe, preserve_high_precision_init_val)
 
     def __enter__(self) -> None:
-        _settings.stack.append(self._given)
+        enabled, recipe, preserve = self._given
+        _C.enter_quantized_model_init(recipe._native, enabled, preserve)
 
     def __exit__(self, *exception: object) -> None:
-        _settings.stack.pop()
+        _C.exit_quantized_model_init()
 
 
 def fp8_model_init(
@@ -87,21 +80,14 @@ class _InitialValue:
 
 def quantize_new_weight(owner: Any, part: BasicOperation) -> None:
     """Replaces ``owner.weight`` by a quantized one where this thread asks for it."""
-    if not _settings.stack or not _settings.stack[-1][0]:
-        return
-    _, recipe, preserve = _settings.stack[-1]
     weight: torch.nn.Parameter = owner.weight
-    name = type(owner).__name__
-    if weight.device.type == "meta":
-        raise NotImplementedError(
-            f"[{name}] a weight without memory (on the meta device) cannot be quantized"
-        )
-    quantized = part._handle.quantize_weight(recipe._native, weight.detach())
-    if quantized is None:  # the recipe leaves weights in high precision
+    made = part._handle.new_weight(weight.detach())
+    if made is None:
         return
+    quantized, values = made
     parameter = torch.nn.Parameter(quantized, requires_grad=weight.requires_grad)
-    if preserve:
-        initial = _InitialValue(weight.detach().clone().cpu())
+    if values is not None:
+        initial = _InitialValue(values)
         parameter.get_high_precision_init_val = initial.get  # type: ignore[attr-defined]
         parameter.clear_high_precision_init_val = initial.clear  # type: ignore[attr-defined]
     owner.weight = parameter

@@ -1,28 +1,14 @@
-"""Recipes of delayed scaling as text, for checkpoints: state is kept with the recipe it is of."""
+"""Recipes of delayed scaling from checkpoints: state is kept with the recipe it is of."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from .recipe import DelayedScaling
-from .recipe_base import Format, Recipe, UnknownFunction, function_key
+from .recipe_base import Format, UnknownFunction
 
 _FUNCTIONS = ("amax_compute_algo", "scaling_factor_compute_algo")
 _DESCRIBED = ("margin", "amax_history_len", "reduce_amax")
-
-
-def description_of(recipe: Recipe) -> dict[str, Any] | None:
-    """What a checkpoint says of a recipe; None when another process could not have the like."""
-    if not isinstance(recipe, DelayedScaling) or not recipe._can_be_described():
-        return None
-    about: dict[str, Any] = {"recipe": "DelayedScaling", "fp8_format": recipe.fp8_format.name}
-    about.update({name: getattr(recipe, name) for name in _DESCRIBED})
-    for name in _FUNCTIONS:
-        value = getattr(recipe, name)
-        if callable(value):
-            value = {"function": function_key(value)}
-        about[name] = value
-    return about
 
 
 def delayed_from_description(about: dict[str, Any]) -> DelayedScaling:
