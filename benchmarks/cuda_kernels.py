@@ -83,7 +83,9 @@ def cases(t: int, h: int, f: int, dtype: torch.dtype) -> list[Case]:
     wide = torch.randn(t, f, dtype=dtype, device="cuda")
     made: list[Case] = []
 
-    def add(name: str, model: torch.nn.Module, data: torch.Tensor, forward: float, backward: float):
+    def add(
+        name: str, model: torch.nn.Module, data: torch.Tensor, forward: float, backward: float
+    ) -> None:
         shape = f"{data.shape[0]}x{data.shape[1]}"
         count = data.numel() * size
         if forward:

@@ -33,6 +33,10 @@ set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG -lineinfo")
 # The runtime library is torch's, linked by name below: a second one would keep its own books.
 set(CMAKE_CUDA_RUNTIME_LIBRARY None)
 enable_language(CUDA)
+# Nothing of what nvcc links with: the compiler it finds may have a libstdc++ of its own, and a second
+# one in a process breaks what torch and Ligature hand to each other.
+set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "")
+set(CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES "")
 find_package(CUDAToolkit REQUIRED)
 
 # A wheel of torch brings the libraries as packages beside it; they are what runs.

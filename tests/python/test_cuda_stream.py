@@ -85,6 +85,7 @@ def test_a_step_can_be_captured_in_a_graph() -> None:
     with torch.no_grad():
         x.copy_(torch.randn(16, 64))
     graph.replay()
+    assert x.grad is not None
     dx = x.grad.clone()
     got = y.clone()
     x.grad = None
