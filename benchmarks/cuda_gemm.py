@@ -49,7 +49,7 @@ def product_times(runs: list[Run], repeat: int) -> list[float]:
                 sum(
                     event.device_time_total
                     for event in measured.events()
-                    if event.device_type is DeviceType.CUDA and PRODUCT.search(event.name)
+                    if event.device_type == DeviceType.CUDA and PRODUCT.search(event.name)
                 )
             )
     return [statistics.median(result) for result in sums]

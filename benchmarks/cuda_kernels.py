@@ -1,18 +1,18 @@
 """Bandwidth of the memory-bound CUDA kernels against a copy of the same bytes in the same run.
 
-Each kernel is captured many times into a CUDA graph, so that the host's time is left out. The bytes
-are what must be read and written once; the copy moves as many. Large shapes exceed the cache.
+Times are those of the kernels alone, as torch's profiler reads them. The bytes are what must be
+read and written once; the copy moves as many. Large shapes exceed the cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from timing import kernel_seconds
 
 import ligature as te
 
@@ -27,35 +27,10 @@ class Case:
     run: Run
 
 
-def time_graphed(run: Run, repeats: int, rounds: int) -> float:
-    """Median seconds of one run."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            run()
-    for _ in range(2):
-        graph.replay()
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / repeats / 1e3)
-    return statistics.median(times)
-
-
-def time_copy(size: int, repeats: int, rounds: int) -> float:
+def time_copy(size: int, repeats: int) -> float:
     source = torch.empty(max(size // 2, 1), dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return time_graphed(lambda: target.copy_(source), repeats, rounds)
+    return kernel_seconds(lambda: target.copy_(source), repeats)
 
 
 def forward_of(model: torch.nn.Module, *inputs: torch.Tensor) -> Run:
@@ -112,7 +87,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", type=int, nargs=3, action="append", metavar=("T", "H", "F"))
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", help="write the rows here too")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -122,12 +96,12 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.dtype}")
     print(f"{'kernel':<22}{'shape':>14}{'us':>9}{'TB/s':>7}{'copy us':>9}{'of copy':>9}")
     for t, h, f in args.shape or [(16384, 4096, 28672), (64, 256, 512)]:
-        repeats = 10 if t * h >= 1 << 22 else 100
+        repeats = 20
         copies: dict[int, float] = {}
         for case in cases(t, h, f, dtype):
-            seconds = time_graphed(case.run, repeats, args.rounds)
+            seconds = kernel_seconds(case.run, repeats)
             if case.bytes not in copies:
-                copies[case.bytes] = time_copy(case.bytes, repeats, args.rounds)
+                copies[case.bytes] = time_copy(case.bytes, repeats)
             copy = copies[case.bytes]
             rows.append(
                 {"kernel": case.name, "shape": case.shape, "us": seconds * 1e6, "copy": copy * 1e6}

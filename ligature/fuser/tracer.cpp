@@ -1,6 +1,14 @@
 #include "ligature/fuser/tracer.h"
 
 namespace ligature {
+namespace {
+
+// Whoever holds a view holds all of the memory that it is a part of.
+int64_t held_bytes(const Tensor& tensor) {
+  return static_cast<int64_t>(tensor.has_storage() ? tensor.storage().nbytes() : tensor.nbytes());
+}
+
+}  // namespace
 
 bool share_memory(const Tensor& a, const Tensor& b) {
   if (!a.defined() || !b.defined()) return false;
@@ -67,9 +75,11 @@ TracedSave ForwardTracer::saved(size_t op, const Value& value) {
     if (!share_memory(known.tensor, value.tensor())) continue;
     out.what = known.what;
     out.counted = known.ours && !known.counted;
+    if (out.counted) out.value.bytes = held_bytes(value.tensor());
     known.counted = true;
     return out;
   }
+  out.value.bytes = held_bytes(value.tensor());
   known_.push_back({value.tensor(), "made by forward", true, true});
   return out;
 }

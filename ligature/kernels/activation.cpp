@@ -5,10 +5,10 @@
 #include "ligature/backend/aten/activation.h"
 #include "ligature/backend/cpu/activation.h"
 #include "ligature/backend/cuda/activation.h"
+#include "ligature/backend/dispatch.h"
 #include "ligature/backend/shapes/kernels.h"
 #include "ligature/check.h"
 #include "ligature/kernels/arguments.h"
-#include "ligature/kernels/dispatch.h"
 #include "ligature/kernels/log.h"
 
 namespace ligature::kernels {

@@ -4,8 +4,8 @@
 #include "ligature/backend/aten/bias.h"
 #include "ligature/backend/cpu/bias.h"
 #include "ligature/backend/cuda/bias.h"
+#include "ligature/backend/dispatch.h"
 #include "ligature/backend/shapes/kernels.h"
-#include "ligature/kernels/dispatch.h"
 #include "ligature/kernels/log.h"
 
 namespace ligature::kernels {

@@ -48,7 +48,7 @@ struct AtenObserver {
       const std::string name = call.operator_name()->name;
       if (!log->in_kernel_) {
         log->calls_.push_back({name, "aten", {}});
-      } else if (log->calls_.back().backend == "aten") {
+      } else if (log->notes_calls_) {
         log->calls_.back().calls.push_back(name);
       }
     }
@@ -90,6 +90,7 @@ void KernelScope::enter(const char* name, at::ScalarType dtype, const char* back
   if (log == nullptr || log->in_kernel_) return;
   log_ = log;
   log_->in_kernel_ = true;
+  log_->notes_calls_ = backend != nullptr && std::string_view(backend) == "aten";
   log_->calls_.push_back(
       {name, backend != nullptr ? backend : backend_name(log_->device_, dtype), {}});
 }

@@ -15,8 +15,10 @@ using at::Tensor;
 
 struct KernelCall {
   std::string name;
-  std::string backend;             ///< "cpu", "cuda", "aten", or "python" for a guest
-  std::vector<std::string> calls;  ///< the ATen calls of a kernel that is made of them
+  std::string backend;  ///< "cpu", "cuda", "aten", or "python" for a guest
+  /// The ATen calls of a kernel that is made of them on every device. What the backend aten does in
+  /// place of another is not known before it is done, and so not told.
+  std::vector<std::string> calls;
 };
 
 /// The backend that serves kernels of our own on this kind of device.
@@ -47,6 +49,7 @@ class KernelLog {
   at::DeviceType device_;
   std::vector<KernelCall> calls_;
   bool in_kernel_ = false;
+  bool notes_calls_ = false;  ///< of the kernel it is in
   int aten_depth_ = 0;
   uint64_t callback_ = 0;
   KernelLog* outer_ = nullptr;

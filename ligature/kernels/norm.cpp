@@ -4,10 +4,10 @@
 #include "ligature/backend/aten/norm.h"
 #include "ligature/backend/cpu/norm.h"
 #include "ligature/backend/cuda/norm.h"
+#include "ligature/backend/dispatch.h"
 #include "ligature/backend/shapes/kernels.h"
 #include "ligature/check.h"
 #include "ligature/kernels/arguments.h"
-#include "ligature/kernels/dispatch.h"
 #include "ligature/kernels/log.h"
 
 namespace ligature::kernels {

@@ -125,7 +125,7 @@ TEST(Autograd, AnInputReturnedAsItIsBecomesAView) {
 
 TEST(Autograd, AnInputReturnedWithoutGradientsHasNoFlag) {
   OperationFuser fuser({MakeExtraOutput().ptr(), Identity().ptr()});
-  const Tensor x = torch::randn({3, 4}).requires_grad_();
+  const Tensor x = torch::randn({3, 4}, on_device()).requires_grad_();
   torch::NoGradGuard no_grad;
   for (const Tensor& y : fuser(x)) EXPECT_FALSE(y.requires_grad());
   EXPECT_TRUE(x.requires_grad());

@@ -66,7 +66,7 @@ TEST(Value, QuantizedBetweenTwoStepsAndInTheNode) {
   auto producer = std::make_shared<ProducerImpl>();
   auto consumer = std::make_shared<ConsumerImpl>();
   OperationFuser fuser({producer, consumer});
-  Tensor x = torch::tensor({0.25F, -1.0F, 0.5F}, at::kFloat).requires_grad_();
+  Tensor x = torch::tensor({0.25F, -1.0F, 0.5F}, on_device()).requires_grad_();
   Tensor y = fuser(x)[0];
   EXPECT_EQ(producer->asked, consumer->quantizer.get());
   EXPECT_TRUE(consumer->was_quantized);
@@ -86,7 +86,7 @@ TEST(Value, ALinearTakesAQuantizedInput) {
   };
   auto linear = std::make_shared<QuantizingLinear>(3, 2);
   OperationFuser fuser({producer, linear});
-  Tensor x = torch::tensor({{0.25F, -1.0F, 0.5F}}, at::kFloat).requires_grad_();
+  Tensor x = torch::tensor({{0.25F, -1.0F, 0.5F}}, on_device()).requires_grad_();
   Tensor w = linear->weight();
   Tensor y = fuser(x)[0];
   Tensor reference = torch::linear(x.to(torch::kFloat64), w.to(torch::kFloat64));
@@ -98,7 +98,7 @@ TEST(Value, ALinearTakesAQuantizedInput) {
 }
 
 TEST(Value, PlainAccessToAQuantizedOneIsRefused) {
-  Value value(exact_quantizer()->quantize(torch::ones({2})));
+  Value value(exact_quantizer()->quantize(torch::ones({2}, on_device())));
   EXPECT_THROW(value.tensor(), c10::Error);
   EXPECT_EQ(value.dequantized().sum().item<float>(), 2.0F);
 }

@@ -11,10 +11,9 @@ namespace {
 
 Tensor leaf(const RecipePtr& recipe, at::IntArrayRef sizes) {
   const QuantizerPtr quantizer = weight_quantizer(recipe);
-  const Tensor x = torch::randn(sizes);
+  const Tensor x = torch::randn(sizes, on_device());
   if (quantizer->delayed) quantizer->delayed->scale.fill_(50.0f);
-  return wrap_quantized(quantizer->quantize(x, quantizer->usage_for({}, at::kCPU)))
-      .set_requires_grad(true);
+  return wrap_quantized(quantizer->quantize(x, weight_usage(quantizer))).set_requires_grad(true);
 }
 
 QuantizedPtr again(const Tensor& wrapper, const Tensor& values) {
@@ -31,16 +30,16 @@ TEST(QuantizedFunctionsTest, ComputeWithTheValues) {
     SCOPED_TRACE(named.name);
     const Tensor w = leaf(named.make(), {48, 40});
     const Tensor v = values_of(w);
-    const Tensor x = torch::randn({8, 40});
+    const Tensor x = torch::randn({8, 40}, on_device());
+    const Tensor rows = torch::tensor({3, 1}, on_device(at::kLong));
     torch::NoGradGuard no_grad;
     EXPECT_TRUE((w + 1).equal(v + 1));
     EXPECT_TRUE((1 + w).equal(1 + v));
     EXPECT_TRUE(torch::matmul(x, w.t()).equal(torch::matmul(x, v.t())));
     EXPECT_TRUE(torch::nn::functional::linear(x, w).equal(torch::nn::functional::linear(x, v)));
     EXPECT_TRUE(torch::cat({w, v}, 0).equal(torch::cat({v, v}, 0)));
-    EXPECT_TRUE(
-        w.index_select(0, torch::tensor({3, 1})).equal(v.index_select(0, torch::tensor({3, 1}))));
-    EXPECT_TRUE(w.index({torch::tensor({3, 1})}).equal(v.index({torch::tensor({3, 1})})));
+    EXPECT_TRUE(w.index_select(0, rows).equal(v.index_select(0, rows)));
+    EXPECT_TRUE(w.index({rows}).equal(v.index({rows})));
     EXPECT_TRUE(w.to(at::kDouble).equal(v.to(at::kDouble)));
     EXPECT_EQ(w.norm().item<float>(), v.norm().item<float>());
     EXPECT_EQ(w[2][3].item<float>(), v[2][3].item<float>());
@@ -60,7 +59,7 @@ TEST(QuantizedFunctionsTest, GradientsReachALeaf) {
     const Tensor v = values_of(w).to(at::kDouble).requires_grad_();
     const auto loss = [](const Tensor& t) {
       torch::manual_seed(1);
-      const Tensor x = torch::randn({8, 40}).to(t.dtype());
+      const Tensor x = torch::randn({8, 40}, on_device()).to(t.dtype());
       return (torch::matmul(x, t.t()).tanh() * 2).sum() + (t * t).mean() +
              t.view({6, 8, 40}).select(0, 1).sum() + t.clone().slice(1, 3, 7).sum() +
              torch::stack({t, t}).pow(3).mean();
@@ -79,7 +78,7 @@ TEST(QuantizedFunctionsTest, GradientsInAnotherDtypeAndTwice) {
   EXPECT_NE(quantized_of(half), nullptr);
   half.sum().backward();
   EXPECT_EQ(w.grad().scalar_type(), at::kFloat);
-  EXPECT_TRUE(w.grad().equal(torch::ones({32, 32})));
+  EXPECT_TRUE(w.grad().equal(torch::ones({32, 32}, on_device())));
   w.mutable_grad() = Tensor();
   const Tensor first = torch::autograd::grad({w.pow(3).sum()}, {w}, {}, true, true)[0];
   first.sum().backward();
@@ -105,7 +104,7 @@ TEST(QuantizedFunctionsTest, SomeKeepTheQuantizedData) {
     EXPECT_TRUE(w.contiguous().is_same(w));
     EXPECT_EQ(quantized_of(w.view({-1})), nullptr);
     for (const Tensor& copy :
-         {w.clone(), w.to(at::kBFloat16), w.to(at::kCPU, at::kFloat, false, true)}) {
+         {w.clone(), w.to(at::kBFloat16), w.to(w.device(), at::kFloat, false, true)}) {
       ASSERT_NE(quantized_of(copy), nullptr);
       EXPECT_FALSE(is_same_data(copy));
       EXPECT_TRUE(same(quantized_of(copy)->tensors(), parts));
@@ -120,7 +119,7 @@ TEST(QuantizedFunctionsTest, WhatIsWrittenIsQuantized) {
     SCOPED_TRACE(named.name);
     const Tensor w = leaf(named.make(), {48, 40});
     const Tensor other = leaf(named.make(), {48, 40});
-    const Tensor x = torch::randn({48, 40});
+    const Tensor x = torch::randn({48, 40}, on_device());
     const Tensor part = quantized_of(w)->tensors()[0];
     torch::NoGradGuard no_grad;
     Tensor v = values_of(w);
@@ -141,17 +140,17 @@ TEST(QuantizedFunctionsTest, WhatIsWrittenIsQuantized) {
     EXPECT_TRUE(holds(w, v + v));
     w.copy_(x.to(at::kDouble));
     EXPECT_TRUE(holds(w, x));
-    w.copy_(torch::ones({40}));
-    EXPECT_TRUE(holds(w, torch::ones({48, 40})));
+    w.copy_(torch::ones({40}, on_device()));
+    EXPECT_TRUE(holds(w, torch::ones({48, 40}, on_device())));
     w.copy_(other);
     EXPECT_TRUE(same(quantized_of(w)->tensors(), quantized_of(other)->tensors()));
-    Tensor plain = torch::zeros({48, 40});
+    Tensor plain = torch::zeros({48, 40}, on_device());
     plain.copy_(w);
     EXPECT_TRUE(plain.equal(values_of(w)));
     w.zero_();
-    EXPECT_TRUE(values_of(w).equal(torch::zeros({48, 40})));
+    EXPECT_TRUE(values_of(w).equal(torch::zeros({48, 40}, on_device())));
     torch::nn::init::constant_(w, 2.0);
-    EXPECT_TRUE(holds(w, torch::full({48, 40}, 2.0)));
+    EXPECT_TRUE(holds(w, torch::full({48, 40}, 2.0, on_device())));
     EXPECT_TRUE(quantized_of(w)->tensors()[0].is_same(part));
   }
 }
@@ -160,17 +159,17 @@ TEST(QuantizedFunctionsTest, WritesAndAutograd) {
   const auto recipe = std::make_shared<Float8CurrentScaling>();
   const Tensor w = leaf(recipe, {16, 16});
   EXPECT_THROW(w.mul_(2), c10::Error);
-  EXPECT_THROW(w.copy_(torch::ones({16, 16})), c10::Error);
+  EXPECT_THROW(w.copy_(torch::ones({16, 16}, on_device())), c10::Error);
   const Tensor copy = w.clone();
   copy.mul_(3);  // of a computed one, autograd follows
   copy.sum().backward();
-  EXPECT_TRUE(w.grad().equal(torch::full({16, 16}, 3.0)));
-  const Tensor x = torch::randn({16, 16}).requires_grad_();
+  EXPECT_TRUE(w.grad().equal(torch::full({16, 16}, 3.0, on_device())));
+  const Tensor x = torch::randn({16, 16}, on_device()).requires_grad_();
   const Tensor target = leaf(recipe, {16, 16}).detach();
   target.copy_(x * 2);
   EXPECT_TRUE(target.requires_grad());
   target.sum().backward();
-  EXPECT_TRUE(x.grad().equal(torch::full({16, 16}, 2.0)));
+  EXPECT_TRUE(x.grad().equal(torch::full({16, 16}, 2.0, on_device())));
 }
 
 TEST(QuantizedFunctionsTest, DataIsTakenOverFromQuantizedTensorsOnly) {
@@ -178,7 +177,7 @@ TEST(QuantizedFunctionsTest, DataIsTakenOverFromQuantizedTensorsOnly) {
     const QuantizedModelInit init({.recipe = std::make_shared<MXFP8BlockScaling>()});
     return Linear(32, 32);
   }();
-  EXPECT_THROW(linear->weight().set_data(torch::ones({32, 32})), c10::Error);
+  EXPECT_THROW(linear->weight().set_data(torch::ones({32, 32}, on_device())), c10::Error);
   const Tensor before = values_of(linear->weight());
   linear->to(at::kBFloat16);
   EXPECT_EQ(linear->weight().scalar_type(), at::kBFloat16);
@@ -228,8 +227,8 @@ TEST(QuantizedFunctionsTest, AdamWTrainsAQuantizedWeight) {
     }();
     OperationFuser fuser({linear.ptr()});
     torch::manual_seed(11);
-    const Tensor x = torch::randn({64, 32});
-    const Tensor target = torch::matmul(x, torch::randn({32, 32}) / 6);
+    const Tensor x = torch::randn({64, 32}, on_device());
+    const Tensor target = torch::matmul(x, torch::randn({32, 32}, on_device()) / 6);
     const Tensor w = linear->weight();
     RoundedAdamW reference(w, 0.01, 0.1);
     torch::optim::AdamW optimizer(linear->parameters(),
@@ -258,7 +257,7 @@ TEST(QuantizedFunctionsTest, AdamWTrainsAQuantizedWeight) {
 
 TEST(QuantizedFunctionsTest, EveryOptimizerTakesIt) {
   const auto recipe = std::make_shared<MXFP8BlockScaling>();
-  const Tensor x = torch::randn({64, 40});
+  const Tensor x = torch::randn({64, 40}, on_device());
   const auto losses = [&](const auto& make) {
     Sequential model = make_model(recipe);
     const Tensor before = values_of(weight_of(model, 1));

@@ -1,4 +1,5 @@
-// What the tests of models in low precision share: recipes, a small model, and its content.
+// What the tests of models in low precision share: recipes, a small model, and its content. All of
+// it is where operations are made by default, see device.h.
 #pragma once
 
 #include <torch/torch.h>
@@ -7,6 +8,7 @@
 #include <map>
 #include <sstream>
 
+#include "device.h"
 #include "ligature/ligature.h"
 #include "ligature/quantization/recipe_state.h"
 
@@ -46,7 +48,12 @@ inline const std::vector<NamedRecipe>& model_recipes() {
 }
 
 inline QuantizerPtr weight_quantizer(const RecipePtr& recipe) {
-  return recipe->make_quantizer({"linear", "weight", ""}, at::kCPU);
+  return recipe->make_quantizer({"linear", "weight", ""}, on_device().device());
+}
+
+/// The orientations that a weight has there.
+inline Usage weight_usage(const QuantizerPtr& quantizer) {
+  return quantizer->usage_for({}, on_device().device());
 }
 
 /// With weights in the recipe's format; without a recipe in `dtype`.
@@ -74,7 +81,7 @@ inline std::vector<Tensor> train(Sequential model, const RecipePtr& recipe, int 
     Tensor y;
     {
       Autocast autocast({.recipe = recipe});
-      y = model->forward(torch::randn({16, 40}) * (step + 1));
+      y = model->forward(torch::randn({16, 40}, on_device()) * (step + 1));
     }
     y.square().sum().backward();
     optimizer.step();

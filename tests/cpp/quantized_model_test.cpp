@@ -42,8 +42,8 @@ TEST(QuantizedModelInitTest, WeightsAreInTheRecipesFormat) {
       const Tensor amax = weight_of(plain, 1).detach().abs().max();
       quantizer->delayed->scale = (448.0f / amax).reshape({1});
     }
-    const Usage usage = quantizer->usage_for({}, at::kCPU);
-    const QuantizedPtr expected = quantizer->quantize(weight_of(plain, 1).detach(), usage);
+    const QuantizedPtr expected =
+        quantizer->quantize(weight_of(plain, 1).detach(), weight_usage(quantizer));
     EXPECT_TRUE(same(quantized_of(w)->tensors(), expected->tensors()));
     EXPECT_TRUE(model->at<LinearImpl>(1).bias().equal(plain->at<LinearImpl>(1).bias()));
   }
@@ -82,7 +82,7 @@ TEST(QuantizedModelInitTest, KeepsHighPrecisionValuesOnDemand) {
     const QuantizedModelInit init({.recipe = recipe, .preserve_high_precision_init_val = true});
     return Linear(32, 32);
   }();
-  EXPECT_TRUE(high_precision_init_val(kept->weight()).equal(plain->weight()));
+  EXPECT_TRUE(high_precision_init_val(kept->weight()).equal(plain->weight().cpu()));
   clear_high_precision_init_val(kept->weight());
   EXPECT_FALSE(high_precision_init_val(kept->weight()).defined());
   EXPECT_FALSE(high_precision_init_val(weight_of(make_model(recipe), 1)).defined());
@@ -147,7 +147,7 @@ TEST(QuantizedArchiveTest, FromAnyFormatIntoAny) {
       Sequential model = make_model(source.make());
       {
         torch::NoGradGuard no_grad;
-        weight_of(model, 1).copy_(torch::randn({64, 40}) * 3);
+        weight_of(model, 1).copy_(torch::randn({64, 40}, on_device()) * 3);
       }
       const RecipePtr wanted = target.make();
       Sequential other = make_model(wanted);
@@ -167,7 +167,7 @@ TEST(QuantizedArchiveTest, FromAnyFormatIntoAny) {
       if (quantizer->delayed) {  // chosen for the values that came, and from those before
         quantizer->delayed->scale = (448.0f / values.abs().max()).reshape({1});
       }
-      const QuantizedPtr expected = quantizer->quantize(values, quantizer->usage_for({}, at::kCPU));
+      const QuantizedPtr expected = quantizer->quantize(values, weight_usage(quantizer));
       EXPECT_TRUE(same(quantized_of(w)->tensors(), expected->tensors()));
     }
   }
@@ -175,7 +175,9 @@ TEST(QuantizedArchiveTest, FromAnyFormatIntoAny) {
 
 TEST(QuantizedArchiveTest, FromAndToTorchAndBFloat16) {
   const auto recipe = std::make_shared<MXFP8BlockScaling>();
-  torch::nn::Linear source(40, 64);
+  torch::nn::Linear source(40, 64), back(40, 64);
+  source->to(on_device().device());
+  back->to(on_device().device());
   Linear linear = [&] {
     const QuantizedModelInit init({.recipe = recipe});
     return Linear(40, 64);
@@ -192,7 +194,6 @@ TEST(QuantizedArchiveTest, FromAndToTorchAndBFloat16) {
   EXPECT_TRUE(weight_of(high, 1).to(at::kFloat).equal(values_of(weight_of(low, 1))));
   Linear plain(40, 64);
   load(plain, saved(linear));
-  torch::nn::Linear back(40, 64);
   load(back, saved(plain));
   EXPECT_TRUE(back->weight.equal(values_of(linear->weight())));
 }
@@ -207,17 +208,20 @@ TEST(QuantizedArchiveTest, HoldsPlainTensorsUnderThePythonNames) {
     EXPECT_EQ(quantized_of(tensor), nullptr);
     names.push_back(name);
   }
-  const std::vector<std::string> wanted = {"_recipe_state.backward.amax",
-                                           "_recipe_state.backward.amax_history",
-                                           "_recipe_state.backward.scale",
-                                           "_recipe_state.forward.amax",
-                                           "_recipe_state.forward.amax_history",
-                                           "_recipe_state.forward.scale",
-                                           "_recipe_state.recipe",
-                                           "_recipe_state.version",
-                                           "weight.format",
-                                           "weight.rowwise_data",
-                                           "weight.rowwise_scale"};
+  std::vector<std::string> wanted = {"_recipe_state.backward.amax",
+                                     "_recipe_state.backward.amax_history",
+                                     "_recipe_state.backward.scale",
+                                     "_recipe_state.forward.amax",
+                                     "_recipe_state.forward.amax_history",
+                                     "_recipe_state.forward.scale",
+                                     "_recipe_state.recipe",
+                                     "_recipe_state.version",
+                                     "weight.format",
+                                     "weight.rowwise_data",
+                                     "weight.rowwise_scale"};
+  if (weight_usage(weight_quantizer(recipe)).columnwise) {
+    wanted.insert(wanted.end() - 3, {"weight.columnwise_data", "weight.columnwise_scale"});
+  }
   EXPECT_EQ(names, wanted);
   EXPECT_EQ(entries.tensors.at("_recipe_state.forward.amax_history").sizes(),
             at::IntArrayRef({4, 2}));

@@ -17,7 +17,7 @@ from pipeline_model import Given, Hooks, Model, laid_out, random_values, torch_d
 from pipeline_ops import register
 from pipeline_reference import PipelineReference, Rounding
 from pipeline_unfused import Pass, Unfused, has_quantize
-from quantized_reference import RECIPES
+from quantized_reference import RECIPES, flips
 from reference import TOLERANCES
 
 import ligature as te
@@ -28,8 +28,6 @@ Tensor = torch.Tensor
 LARGEST = 2e3
 #: How often, and to which side of a kink, the reference is disturbed.
 ROUNDINGS = (1, -1, None, None)
-#: Under a recipe: by how many roundings, so that what may fall to another code does so in some run.
-FLIPS = 16.0
 
 
 class TooLargeError(Exception):
@@ -142,7 +140,7 @@ class Check:
         self.exact = self.recipe is None or not has_quantize(case)
         self.references = [PipelineReference(*arguments, recipe=self.recipe)]
         if not self._all_float64():
-            width = FLIPS if case.recipe else 0.0
+            width = flips(self.recipe, torch.get_default_device()) if self.recipe else 0.0
             self.references += [
                 PipelineReference(
                     *arguments, Rounding(k, side, width), self.references[0], self.recipe

@@ -127,21 +127,26 @@ def butterflies(x: Tensor) -> Tensor:
     return (v * 0.25).view(x.shape[0], -1)
 
 
-def rowwise(x: Tensor, f: dict[str, Any], scale: float = 1.0, seed: int = 0) -> Tensor:
-    """The values of a matrix that are left of it, in float64."""
+def values_of(x: Tensor, f: dict[str, Any], stream: int, scale: float, seed: int) -> Tensor:
+    """Rounded on the CPU, whatever the matrix is on, and in float64 where it was."""
     if x.numel() == 0:
         return x.double()
-    return quantize_matrix(x.float(), f, 0, scale, seed).values.double()
+    with torch.device("cpu"):
+        rows = x.detach().float().cpu()
+        if stream == 1 and f["hadamard"]:
+            rows, f = butterflies(rows), {**f, "hadamard": False}
+        values = quantize_matrix(rows, f, stream, scale, seed).values
+    return values.double().to(x.device)
+
+
+def rowwise(x: Tensor, f: dict[str, Any], scale: float = 1.0, seed: int = 0) -> Tensor:
+    """The values of a matrix that are left of it, in float64."""
+    return values_of(x, f, 0, scale, seed)
 
 
 def columnwise(x: Tensor, f: dict[str, Any], scale: float = 1.0, seed: int = 0) -> Tensor:
     """The transpose's values, of the transformed tensor where the format says so."""
-    x = x.t().contiguous().float()
-    if x.numel() == 0:
-        return x.double()
-    if f["hadamard"]:
-        x, f = butterflies(x), {**f, "hadamard": False}
-    return quantize_matrix(x, f, 1, scale, seed).values.double()
+    return values_of(x.t().contiguous(), f, 1, scale, seed)
 
 
 def next_seed() -> int:
@@ -318,12 +323,36 @@ def keeps_fp8(module: torch.nn.Module) -> bool:
 
 #: Of a sum of exact products, accumulated in float32 and rounded once or twice at the end.
 PRECISION = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+#: Of the largest result: accumulated in float32, and by the FP8 units of a GPU, which cut off what
+#: they add at about 14 bits of the largest term, towards zero, and with fast accumulation of the
+#: sum so far.
+ACCUMULATION = 4e-6
+NATIVE_ACCUMULATION = 2.0**-10
+
+
+def is_native(recipe: Recipe | None, device: str | torch.device) -> bool:
+    """Whether a device computes with the recipe's formats itself, where sizes allow it."""
+    if torch.device(device).type != "cuda":
+        return False
+    if isinstance(recipe, (DelayedScaling, Float8CurrentScaling)):
+        return recipe.fp8_format is not Format.E5M2 and torch.cuda.get_device_capability() >= (8, 9)
+    return isinstance(recipe, Float8BlockScaling) and torch.cuda.get_device_capability()[0] == 9
+
+
+def flips(recipe: Recipe | None, device: str | torch.device) -> float:
+    """By how many roundings in float32 to disturb a product so that what may fall to another code
+    does so in some run."""
+    return 2.0**13 if is_native(recipe, device) else 16.0
 
 
 def assert_product(
-    got: Tensor | None, wanted: Tensor | None, dtype: torch.dtype, what: str
+    got: Tensor | None,
+    wanted: Tensor | None,
+    dtype: torch.dtype,
+    what: str,
+    recipe: Recipe | None = None,
 ) -> None:
-    """As close as accumulation in float32 and the last rounding allow."""
+    """As close as accumulation, of products in the formats of this recipe, and rounding allow."""
     assert (got is None) == (wanted is None), f"{what}: {got} instead of {wanted}"
     if got is None or wanted is None:
         return
@@ -331,9 +360,10 @@ def assert_product(
     assert got.shape == wanted.shape, f"{what}: {tuple(got.shape)} instead of {tuple(wanted.shape)}"
     if not got.numel():
         return
+    accumulation = NATIVE_ACCUMULATION if is_native(recipe, got.device) else ACCUMULATION
     got, wanted = got.detach().double(), wanted.detach()
     largest = float(wanted.abs().max())
-    limit = PRECISION[dtype] * wanted.abs() + 4e-6 * largest
+    limit = PRECISION[dtype] * wanted.abs() + accumulation * largest
     if dtype == torch.float16:
         limit = limit + 2.0**-24
     error = (got - wanted).abs()

@@ -236,7 +236,7 @@ def test_hadamard_is_undone_by_dequantize() -> None:
     x = exact_in_a_transform(70, 40)
     q, _ = quantize(x, HADAMARD)
     wanted = reference.quantize(x, full_fields(HADAMARD))[1].values.double()
-    groups = wanted.view(40, -1, 16) @ reference.hadamard_matrix().t()
+    groups = wanted.view(40, -1, 16) @ reference.hadamard_matrix().t().cpu()
     values = groups.view(40, -1)[:, :70].t()
     got = q.only(False, True).dequantize(torch.float32).cpu()
     torch.testing.assert_close(got.double(), values, rtol=1e-5, atol=1e-3)

@@ -29,7 +29,7 @@ def test_parameter() -> None:
     module = torch.nn.Linear(32, 16, bias=False)
     module.weight = p
     assert [name for name, _ in module.named_parameters()] == ["weight"]
-    x = torch.randn(4, 32)
+    x = torch.randint(-8, 8, (4, 32)).float()  # in whatever order a device adds them up
     module(x).sum().backward()
     assert torch.equal(p.grad, x.sum(0).expand(16, 32))
 
@@ -170,6 +170,7 @@ def linear(kind: str) -> torch.nn.Linear:
         lambda m: m.bfloat16(),
         lambda m: m.to("cpu"),
         lambda m: m.to(torch.device("cpu"), torch.float16),
+        lambda m: m.to("cpu").to(torch.get_default_device()),
     ],
 )
 def test_modules_move(kind: str, move: Callable[[torch.nn.Module], Any]) -> None:
@@ -182,10 +183,11 @@ def test_modules_move(kind: str, move: Callable[[torch.nn.Module], Any]) -> None
     assert isinstance(module.weight, torch.nn.Parameter)
     assert module.weight.dtype == module.bias.dtype
     if kind != "nv rows":  # whose rounding of rounded values is another
-        torch.testing.assert_close(
-            module.weight.detach().dequantize(torch.float32), values, rtol=0.08, atol=0.01
-        )
-    module(torch.randn(3, 32, dtype=module.bias.dtype)).sum().backward()
+        got = module.weight.detach().dequantize(torch.float32)
+        torch.testing.assert_close(got, values.to(got.device), rtol=0.08, atol=0.01)
+    x = torch.randn(3, 32, dtype=module.bias.dtype, device=module.bias.device)
+    module(x).sum().backward()
+    assert module.weight.device == module.bias.device
 
 
 @EVERY

@@ -62,7 +62,13 @@ def test_functions_give_plain_tensors(kind: str) -> None:
     assert torch.equal(q, v)
     assert torch.allclose(q, v)
     assert q.tolist() == v.tolist()
-    assert (q.numpy() == v.cpu().numpy()).all()
+    if v.is_cpu:
+        assert (q.numpy() == v.numpy()).all()
+    else:
+        with pytest.raises(TypeError, match="numpy"):
+            q.numpy()
+    assert (q.numpy(force=True) == v.cpu().numpy()).all()
+    assert (q.cpu().numpy() == v.cpu().numpy()).all()
     assert [row.tolist() for row in q] == v.tolist()
     assert torch.equal(torch.from_dlpack(q), v)
 
@@ -459,6 +465,11 @@ def test_memory_is_that_of_the_parts() -> None:
 def test_apply_() -> None:
     q = make("mx", 4, 32)
     v = q.dequantize()
+    if not v.is_cpu:
+        with pytest.raises(TypeError, match="only implemented on CPU"):
+            q.apply_(lambda x: 2 * x)
+        assert torch.equal(q.dequantize(), v)
+        return
     assert q.apply_(lambda x: 2 * x) is q
     assert torch.equal(q.dequantize(), 2 * v)
     q[1].apply_(lambda x: 1.0)

@@ -368,12 +368,12 @@ def test_wrong_arguments(call: Any, error: type[Exception], message: str) -> Non
 # -- several processes
 
 
-def _reduced(rank: int, folder: str) -> None:
+def _reduced(rank: int, folder: str, device: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )
-    x = torch.full((16, 16), 3.0 + rank)
+    x = torch.full((16, 16), 3.0 + rank, device=device)
     current = Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True)
     nv = NVFP4Quantizer(E2M1, with_amax_reduction=True)
     assert current.with_amax_reduction
@@ -388,15 +388,18 @@ def _reduced(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_amax_of_a_group(tmp_path: Path) -> None:
-    mp.spawn(_reduced, args=(str(tmp_path),), nprocs=2)
+def test_amax_of_a_group(tmp_path: Path, device: str) -> None:
+    mp.spawn(_reduced, args=(str(tmp_path), device), nprocs=2)
+
+    def inverse(amax: float) -> float:
+        return (1 / (torch.tensor(448.0, device="cpu") / amax)).item()
+
     for rank in range(2):
         found = torch.load(tmp_path / str(rank))
-        together = (1 / (torch.tensor(448.0) / 4.0)).item()
-        assert found["current"] == together
-        assert found["copy"] == together
+        assert found["current"] == inverse(4.0)
+        assert found["copy"] == inverse(4.0)
         assert found["nv"] == 4.0
-        assert found["alone"] == (1 / (torch.tensor(448.0) / (3.0 + rank))).item()
+        assert found["alone"] == inverse(3.0 + rank)
 
 
 def test_reduction_without_a_group_says_so() -> None:

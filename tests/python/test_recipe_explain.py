@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ligature.common.recipe import CustomRecipe, Recipe
-from quantized_reference import RECIPES, SOME_RECIPES, format_of
+from quantized_reference import RECIPES, SOME_RECIPES, format_of, is_native
 from test_fusions_support import saved_bytes
 
 import ligature as te
@@ -93,7 +93,7 @@ def step(model: Any, recipe: Recipe, x: Tensor) -> list[Tensor]:
 
 
 @EVERY
-def test_the_format_on_every_edge(name: str) -> None:
+def test_the_format_on_every_edge(name: str, device: str) -> None:
     recipe = RECIPES[name]()
     x_format, w_format = format_name(recipe, "input"), format_name(recipe, "weight")
     dy_format = format_name(recipe, "grad_output")
@@ -127,15 +127,17 @@ def test_the_format_on_every_edge(name: str) -> None:
         for kernel in s["kernels"]
         if kernel["name"].startswith("linear_")
     ]
-    assert products == ["emulated"] * 6
+    backend = "cublaslt" if is_native(recipe, device) else "emulated"
+    assert products == [backend] * 6
     text, svg = str(explained), explained.svg()
     for shown in (x_format, w_format, dy_format):
         assert shown in text
     assert x_format in svg
     assert dy_format in svg
     assert f"recipe {type(recipe).__name__}" in text
-    assert "[emulated]" in text
-    assert "use_split_accumulator has no effect" in " ".join(text.split())
+    assert f"[{backend}]" in text
+    warned = "use_split_accumulator has no effect" in " ".join(text.split())
+    assert warned == ("[emulated]" in text) == (backend == "emulated")
 
 
 def test_without_a_recipe() -> None:

@@ -158,9 +158,12 @@ class Ran:
     @property
     def saved_bytes(self) -> int:
         known = {p.untyped_storage().data_ptr() for p in self.parameters}
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.saved
-        }
+        storages: dict[int, int] = {}
+        for tensor in self.saved:
+            storage = tensor.untyped_storage()
+            # cuBLASLt may need a few rows more below a result than it has.
+            size = tensor.nbytes if tensor.is_cuda else storage.nbytes()
+            storages[storage.data_ptr()] = max(size, storages.get(storage.data_ptr(), 0))
         return sum(size for at, size in storages.items() if at not in known)
 
     @property

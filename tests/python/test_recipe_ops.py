@@ -19,6 +19,7 @@ from quantized_reference import (
     RecipeReference,
     assert_product,
     distance,
+    flips,
     is_stochastic,
 )
 from reference import ACTIVATIONS, GLU_ACTIVATIONS
@@ -79,9 +80,9 @@ def check_linear(
         if bias:
             y64 = y64 + linear.bias.double()
             assert_product(linear.bias.grad, dy.double().reshape(-1, n).sum(0), dtype, "db")
-        assert_product(y, y64, dtype, f"y of step {step}")
-        assert_product(x.grad, x64.grad, dtype, f"dx of step {step}")
-        assert_product(linear.weight.grad, w64.grad, dtype, f"dw of step {step}")
+        assert_product(y, y64, dtype, f"y of step {step}", recipe)
+        assert_product(x.grad, x64.grad, dtype, f"dx of step {step}", recipe)
+        assert_product(linear.weight.grad, w64.grad, dtype, f"dw of step {step}", recipe)
 
 
 @EVERY
@@ -186,6 +187,12 @@ def chain(name: str, dtype: torch.dtype) -> tuple[Any, list[tuple[int, ...]]]:
     return model, [(3, 11, 32), *([(3, 11)] if name in SCALED else [])]
 
 
+def gradient_for(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same for a shape, whatever the device."""
+    generator = torch.Generator("cpu").manual_seed(9)
+    return torch.randn(y.shape, generator=generator, device="cpu").to(y.device, dtype)
+
+
 def run_steps(
     recipe: Recipe, model: Any, call: Callable[..., Tensor], inputs: list[Tensor], steps: int = 2
 ) -> list[Tensor]:
@@ -195,8 +202,7 @@ def run_steps(
         model.zero_grad()
         with te.autocast(recipe=recipe):
             y = call(*leaves)
-        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
-        backward(step, y, dy)
+        backward(step, y, gradient_for(y, y.dtype))
     return [y.detach(), *(x.grad for x in leaves), *(p.grad for p in model.parameters())]
 
 
@@ -215,8 +221,7 @@ def reference_steps(
             parameter.grad = None
         y = wanted(*leaves)
         wanted.end_forward()
-        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
-        backward(step, y, dy.double())
+        backward(step, y, gradient_for(y, dtype).double())
         wanted.end_backward()
     grads = [p.grad for p in wanted.parameters.values()]
     return [y.detach(), *(x.grad for x in leaves), *grads]
@@ -237,7 +242,8 @@ def compare_to_reference(recipe: Recipe, model: Any, inputs: list[Tensor], what:
     wanted = reference_steps(recipe, model, inputs, torch.float32)
     if all(distance(a, b) < 1e-5 for a, b in zip(got, wanted, strict=True)):
         return
-    roundings = [Rounding(seed, None, width=16.0) for seed in range(8)]
+    width = flips(recipe, inputs[0].device)
+    roundings = [Rounding(seed, None, width) for seed in range(8)]
     others = [
         reference_steps(recipe, model, inputs, torch.float32, lambda x, r=r: r(x, torch.float32))
         for r in roundings
