@@ -66,10 +66,14 @@ uint64_t sample_of(const Tensor& weight) {
   return weight.is_cpu() ? checksum(weight) : weights_changed.load(std::memory_order_relaxed);
 }
 
-// A graph that is captured quantizes for itself: it will be run after weights have changed.
+// On a GPU a weight is kept where somebody says when weights change: torch's C++ optimizers write
+// through `.data()`. A graph that is captured quantizes for itself: it will be run after weights
+// have changed.
 bool can_be_kept(const Tensor& weight) {
-  return (weight.is_cpu() || weight.is_cuda()) && !weight.is_inference() &&
-         weight.is_non_overlapping_and_dense() && !cuda::is_captured(weight);
+  if (weight.is_inference() || !weight.is_non_overlapping_and_dense()) return false;
+  if (weight.is_cpu()) return true;
+  return weight.is_cuda() && weights_changed.load(std::memory_order_relaxed) > 0 &&
+         !cuda::is_captured(weight);
 }
 
 }  // namespace

@@ -12,7 +12,9 @@ namespace ligature {
 /// Says that weights on a GPU may have been written in a way that does not count as a new version
 /// of a tensor: by an optimizer of C++ or one that is not torch's, through `.data`, or by a
 /// captured graph. What was kept of them in low precision is made anew. torch's own optimizers say
-/// so by themselves in Python. Weights on the CPU need it not: their bytes are looked at.
+/// so by themselves in Python. In a C++ program weights on a GPU are quantized in every forward
+/// until the first call, and kept between calls from then on. Weights on the CPU need it not: their
+/// bytes are looked at.
 void note_weights_changed();
 
 /// A weight in low precision, made once per version of the parameter.

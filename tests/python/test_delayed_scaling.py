@@ -363,6 +363,7 @@ PROCESSES = """
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    torch.set_default_device("cpu")
     rank, file, reduce = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     calls = []

@@ -84,105 +84,64 @@ __device__ __forceinline__ Statistics kept(const NormForwardArgs& args, int64_t 
   return {args.centered ? args.mean[row] : 0.0f, args.rstd[row]};
 }
 
-/// A row's statistics from its pieces.
-template <int Warps, int Groups, typename T, int N, int Pieces>
-__device__ __forceinline__ Statistics row_statistics(const NormForwardArgs& args,
-                                                     const Packed<T, N> (&x)[Pieces], int first,
-                                                     BlockSum<Warps, 2, Groups>& block_sum) {
-  constexpr int step = Warps * kWarp * N;
-  const int columns = static_cast<int>(args.columns);
-  const float n = static_cast<float>(columns);
-  float sum[1] = {0.0f};
-#pragma unroll
-  for (int p = 0; p < Pieces; ++p) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) sum[0] += args.centered ? x[p][i] : x[p][i] * x[p][i];
-  }
-  block_sum(sum);
-  if (!args.centered) return plain_statistics(sum[0], args);
-  const float rough = sum[0] / n;
-  float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-  for (int p = 0; p < Pieces; ++p) {
-    if (first + p * step < columns) add_deviations(x[p], rough, sums);
-  }
-  block_sum(sums);
-  return centered_statistics(rough, sums, n, args.eps);
-}
-
-/// The rows of a group of warps, which takes every so many of them: the next row is on its way
-/// while this one is summed, and the parameters stay in registers.
-template <typename W, typename Y, typename T, int N, int Warps, int Pieces, int Groups>
-__device__ __forceinline__ void norm_rows(const NormForwardArgs& args,
-                                          BlockSum<Warps, 2, Groups>& block_sum) {
+/// `Warps` warps with `Pieces` pieces of N values per thread hold a row. Groups of one warp are
+/// independent; a larger group is a block, so that its barriers are the block's.
+template <typename T, int N, int Warps, int Pieces, int Groups = Warps == 1 ? 4 : 1>
+__global__ void __launch_bounds__(Warps * Groups * kWarp)
+    norm_forward_kernel(const NormForwardArgs args) {
   constexpr int threads = Warps * kWarp;
   constexpr int step = threads * N;
+  __shared__ typename BlockSum<Warps, 2, Groups>::Shared shared;
+  BlockSum<Warps, 2, Groups> block_sum(shared);
   const int group = static_cast<int>(threadIdx.x) / threads;
   const int first = static_cast<int>(threadIdx.x) % threads * N;
   const int columns = static_cast<int>(args.columns);
-  const int64_t stride = int64_t{gridDim.x} * Groups;
-  const bool has_w = args.w != nullptr, has_b = args.b != nullptr;
-  const bool zero_centered = args.zero_centered && has_w;
+  const float n = static_cast<float>(columns);
 
-  int64_t row = int64_t{blockIdx.x} * Groups + group;
-  if (row >= args.rows) return;
-  Packed<T, N> x[Pieces], next[Pieces];
+  for (int64_t row = int64_t{blockIdx.x} * Groups + group; row < args.rows;
+       row += int64_t{gridDim.x} * Groups) {
+    const T* x_row = static_cast<const T*>(args.x) + row * columns;
+    Packed<T, N> x[Pieces];
 #pragma unroll
-  for (int p = 0; p < Pieces; ++p) {
-    x[p] = read_piece<N>(static_cast<const T*>(args.x) + row * columns, first + p * step, columns);
-  }
-  for (; row < args.rows; row += stride) {
-    if (row + stride < args.rows) {
-      const T* next_row = static_cast<const T*>(args.x) + (row + stride) * columns;
-#pragma unroll
-      for (int p = 0; p < Pieces; ++p) {
-        next[p] = read_piece<N>(next_row, first + p * step, columns);
-      }
-    }
-    Packed<W, N> gamma[Pieces], beta[Pieces];
-    if (args.y != nullptr) {
-#pragma unroll
-      for (int p = 0; p < Pieces; ++p) {
-        const int at = first + p * step;
-        if (has_w) gamma[p] = read_piece<N>(static_cast<const W*>(args.w), at, columns);
-        if (has_b) beta[p] = read_piece<N>(static_cast<const W*>(args.b), at, columns);
-      }
-    }
+    for (int p = 0; p < Pieces; ++p) x[p] = read_piece<N>(x_row, first + p * step, columns);
     Statistics s;
     if (args.given) {
       s = kept(args, row);
+    } else if (args.centered) {
+      float sum[1] = {0.0f}, sums[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int p = 0; p < Pieces; ++p) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum[0] += x[p][i];
+      }
+      block_sum(sum);
+      const float rough = sum[0] / n;
+#pragma unroll
+      for (int p = 0; p < Pieces; ++p) {
+        if (first + p * step < columns) add_deviations(x[p], rough, sums);
+      }
+      block_sum(sums);
+      s = centered_statistics(rough, sums, n, args.eps);
     } else {
-      s = row_statistics<Warps, Groups>(args, x, first, block_sum);
-      if (first == 0) keep(args, row, s);
+      float sum[1] = {0.0f};
+#pragma unroll
+      for (int p = 0; p < Pieces; ++p) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum[0] += x[p][i] * x[p][i];
+      }
+      block_sum(sum);
+      s = plain_statistics(sum[0], args);
     }
-    if (args.y != nullptr) {
+    if (!args.given && first == 0) keep(args, row, s);
+    if (args.y == nullptr) continue;
+    with_row_types<T>(args, [&](auto w, auto y) {
 #pragma unroll
       for (int p = 0; p < Pieces; ++p) {
         const int at = first + p * step;
-        if (at >= columns) continue;
-        float y[N];
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          y[i] = normalized(x[p][i], s, gamma_of(has_w ? gamma[p][i] : 1.0f, zero_centered),
-                            has_b ? beta[p][i] : 0.0f);
-        }
-        store<N>(static_cast<Y*>(args.y) + row * columns + at, y);
+        if (at < columns) write<decltype(w), decltype(y)>(args, x[p], s, row, at);
       }
-    }
-#pragma unroll
-    for (int p = 0; p < Pieces; ++p) x[p] = next[p];
+    });
   }
-}
-
-/// `Warps` warps with `Pieces` pieces of N values per thread hold a row. Groups of one warp are
-/// independent; a larger group is a block, so that its barriers are the block's.
-template <typename W, typename Y, typename T, int N, int Warps, int Pieces,
-          int Groups = Warps == 1 ? 4 : 1>
-__global__ void __launch_bounds__(Warps * Groups * kWarp, 24 / (Warps * Groups))
-    norm_forward_kernel(const NormForwardArgs args) {
-  __shared__ typename BlockSum<Warps, 2, Groups>::Shared shared;
-  BlockSum<Warps, 2, Groups> block_sum(shared);
-  norm_rows<W, Y, T, N, Warps, Pieces, Groups>(args, block_sum);
 }
 
 constexpr int kLongWarps = 16;
@@ -236,43 +195,14 @@ __global__ void __launch_bounds__(kLongWarps* kWarp)
 
 constexpr int64_t kMaxBlocks = int64_t{1} << 30;
 
-/// How many blocks of a kernel the device holds at once.
-template <typename Kernel>
-int64_t resident_blocks(Kernel kernel, int threads) {
-  int device = 0, sm_count = 1, per_sm = 1;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, threads, 0);
-  return int64_t{sm_count} * (per_sm > 0 ? per_sm : 1);
-}
-
-template <typename W, typename Y, typename T, int N, int Warps, int Pieces>
-void launch_rows(const NormForwardArgs& args, Stream stream) {
-  constexpr int groups = Warps == 1 ? 4 : 1, threads = Warps * groups * kWarp;
-  constexpr auto kernel = norm_forward_kernel<W, Y, T, N, Warps, Pieces>;
-  static const int64_t most = resident_blocks(kernel, threads);
-  const int64_t blocks = (args.rows + groups - 1) / groups;
-  kernel<<<static_cast<unsigned int>(blocks < most ? blocks : most), threads, 0, stream>>>(args);
-}
-
 template <typename T, int N, int Warps, int Pieces>
 bool launch_if_fits(const NormForwardArgs& args, Stream stream) {
   if (args.columns > Warps * kWarp * Pieces * N) return false;
-  if constexpr (std::is_same_v<T, float>) {
-    with_type(args.y_type,
-              [&](auto y) { launch_rows<float, decltype(y), T, N, Warps, Pieces>(args, stream); });
-  } else {
-    const bool float_w = args.w_type != kTypeOf<T>, float_y = args.y_type != kTypeOf<T>;
-    if (float_w && float_y) {
-      launch_rows<float, float, T, N, Warps, Pieces>(args, stream);
-    } else if (float_w) {
-      launch_rows<float, T, T, N, Warps, Pieces>(args, stream);
-    } else if (float_y) {
-      launch_rows<T, float, T, N, Warps, Pieces>(args, stream);
-    } else {
-      launch_rows<T, T, T, N, Warps, Pieces>(args, stream);
-    }
-  }
+  constexpr int64_t groups = Warps == 1 ? 4 : 1;
+  const int64_t blocks = (args.rows + groups - 1) / groups;
+  norm_forward_kernel<T, N, Warps, Pieces>
+      <<<static_cast<unsigned int>(blocks < kMaxBlocks ? blocks : kMaxBlocks),
+         Warps * groups * kWarp, 0, stream>>>(args);
   return true;
 }
 
@@ -291,8 +221,8 @@ void launch(const NormForwardArgs& args, Stream stream) {
       allows_vectors<N>(args.b, args.w_type, args.columns) &&
       allows_vectors<N>(args.y, args.y_type, args.columns)) {
     if (launch_if_fits<T, N, 1, 1>(args, stream) || launch_if_fits<T, N, 1, 2>(args, stream) ||
-        launch_if_fits<T, N, 4, 1>(args, stream) || launch_if_fits<T, N, 4, 2>(args, stream) ||
-        launch_if_fits<T, N, 8, 2>(args, stream) || launch_if_fits<T, N, 16, 2>(args, stream) ||
+        launch_if_fits<T, N, 1, 4>(args, stream) || launch_if_fits<T, N, 4, 2>(args, stream) ||
+        launch_if_fits<T, N, 4, 4>(args, stream) || launch_if_fits<T, N, 8, 4>(args, stream) ||
         launch_if_fits<T, N, 16, 4>(args, stream)) {
       return;
     }

@@ -19,3 +19,4 @@ def note_weights_changed(*_: object) -> None:
 
 
 register_optimizer_step_post_hook(note_weights_changed)
+note_weights_changed()  # from here on somebody says so, and weights on a GPU can be kept
