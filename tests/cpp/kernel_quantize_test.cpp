@@ -254,7 +254,7 @@ TEST(QuantizeTest, Refusals) {
   EXPECT_THROW(kernels::dequantize(q, {.scaling = Scaling::MX}, 32, at::kFloat), c10::Error);
   EXPECT_THROW(kernels::expand(q, current, 32, at::kHalf), c10::TypeError);
   for (const at::Device device : test_devices()) {
-    if (device.is_cpu() || config().cuda.built) continue;
+    if (device.is_cpu() || ligature::config().cuda.built) continue;
     EXPECT_THROW(kernels::quantize(x.to(device), args_of(current)), c10::ValueError);
   }
 }
