@@ -65,10 +65,6 @@ const char* backend_name(at::DeviceType device, at::ScalarType dtype) {
   return device == at::kCUDA && cuda::computes_in(dtype) ? "cuda" : "aten";
 }
 
-at::DeviceType device_for(const Tensor& x) {
-  return x.is_meta() && current_log != nullptr ? current_log->device_ : x.device().type();
-}
-
 at::DeviceType device_behind(const Tensor& x) {
   return x.is_meta() && current_log != nullptr ? current_log->device_ : x.device().type();
 }

@@ -25,9 +25,6 @@ struct KernelCall {
 const char* backend_name(at::DeviceType device, at::ScalarType dtype = at::kFloat);
 
 /// Where a tensor is, or what one without memory stands for while a log is open.
-at::DeviceType device_for(const Tensor& x);
-
-/// Where a tensor is, or what one without memory stands for while a log is open.
 at::DeviceType device_behind(const Tensor& x);
 
 class KernelLog {
@@ -42,7 +39,6 @@ class KernelLog {
 
  private:
   friend class KernelScope;
-  friend at::DeviceType device_for(const Tensor& x);
   friend struct AtenObserver;
   friend at::DeviceType device_behind(const Tensor& x);
 
