@@ -17,7 +17,7 @@ from timing import PRODUCT, Run, gpu_seconds, kernel_events
 
 WIDTH = 64
 # What some products need beside them: factors laid out, parts added up.
-BESIDE = re.compile(r"scale|reduce", re.IGNORECASE)
+BESIDE = re.compile(r"scale|coefficient|reduce", re.IGNORECASE)
 
 
 def short(name: str) -> str:
