@@ -25,12 +25,6 @@ from ligature.common.recipe import (
 import ligature as te
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu(device: str) -> None:
-    if device != "cpu":
-        pytest.skip("these tests know the CPU alone so far")
-
-
 def nothing(role):
     return None
 
@@ -106,7 +100,7 @@ def formats(recipe: Recipe) -> dict[str, dict]:
     out = {}
     for kind in ("input", "weight", "grad_output"):
         role = te.QuantizerRole("linear", kind, "Linear")
-        quantizer = recipe._native.make_quantizer(role, torch.device("cpu"))
+        quantizer = recipe._native.make_quantizer(role, torch.get_default_device())
         out[kind] = quantizer._handle.fields
     return out
 
