@@ -20,6 +20,7 @@ build=build/gpu
 logs=${OUT:-$build/logs}
 jobs=${JOBS:-$(nproc)}
 mkdir -p "$logs"
+rm -f "$logs/tests.log"
 
 python3 -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda,
   torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")'
@@ -47,10 +48,13 @@ build() {
 # Wheels are tried where there is a compiler cache.
 run_tests() {
   echo "== C++ and Python tests"
+  status=0
   # shellcheck disable=SC2086
   "$python" tools/run_tests.py --gpu --jobs "$jobs" --limit "${TEST_SECONDS:-270}" --logs "$logs" \
     --cpp $build/bin/ligature_tests --cpp-shards 4 "--cpp-filter=${TEST_FILTER:-*}" \
-    --ignore test_install.py -- ${PYTEST_ARGS:-}
+    --ignore test_install.py -- ${PYTEST_ARGS:-} >"$logs/tests.log" || status=$?
+  cat "$logs/tests.log"
+  return "$status"
 }
 
 bench() {
@@ -85,4 +89,5 @@ for part in "${@:-build test bench}"; do
     esac
   done
 done
+if [ -f "$logs/tests.log" ]; then tail -n 1 "$logs/tests.log"; fi
 exit $failed

@@ -106,6 +106,24 @@ def test_the_quantizer_in_python_is_the_one_that_computes() -> None:
     assert quantizer.scale.item() == factor_for(448, x)
 
 
+def test_the_state_goes_where_the_model_goes(device) -> None:
+    if device == "cpu":
+        pytest.skip("there is no other device")
+    recipe = DelayedScaling(amax_history_len=4)
+    with torch.device("cpu"):
+        model = te.ops.Linear(32, 32)
+        run(model, recipe, 2)
+    for place in (device, "cpu"):
+        model.to(place)
+        with torch.device(place):
+            seen = state_of(model)[0][0][2].tolist()
+            x = torch.randn(16, 32) * 5
+            run(model, recipe, x=x)
+        scale, _, history = state_of(model)[0][0]
+        assert scale.device.type == place
+        assert history.tolist() == [x.abs().max().item(), *seen[:3]]
+
+
 # -- operations written in Python
 
 

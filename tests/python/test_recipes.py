@@ -286,6 +286,15 @@ def test_a_set_field_makes_another_twin() -> None:
     assert recipe._native.key == before.key
 
 
+@pytest.mark.parametrize("name", ["fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"])
+@pytest.mark.parametrize("cls", [Float8CurrentScaling, Float8BlockScaling])
+def test_accumulation_is_part_of_a_recipe(cls, name) -> None:
+    """Of each product by itself: what was planned with another is not used."""
+    split, fast = (cls(**{name: MMParams(use_split_accumulator=on)}) for on in (True, False))
+    assert split._native.key != fast._native.key
+    assert cls()._native.key in (split._native.key, fast._native.key)
+
+
 @pytest.mark.parametrize("pass_", ["forward", "backward", "forward_backward"])
 def test_fusions_are_given_the_recipe(pass_) -> None:
     seen = []
