@@ -70,14 +70,25 @@ TOLD = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed)")
 SHOWN = 7000  # characters of failures
 
 
-# -- a part of a file: pytest loads this file as a plugin
+# -- a part of a file, in a process of its own
 
 
-def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    part = os.environ.get("LIGATURE_TEST_PART")
-    if part:
-        which, of = map(int, part.split("/"))
-        items[:] = items[which::of]
+class Part:
+    """A plugin of pytest's that takes every so manyth test."""
+
+    def __init__(self, which: int, of: int) -> None:
+        self.which, self.of = which, of
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = items[self.which :: self.of]
+
+
+def run_part(part: str, arguments: list[str]) -> int:
+    import pytest
+
+    sys.path[0] = os.getcwd()  # as python -m pytest has it, and not this file's folder
+    which, of = map(int, part.split("/"))
+    return int(pytest.main(arguments, plugins=[Part(which, of)]))
 
 
 # -- what is to be run
@@ -106,25 +117,28 @@ def python_units(jobs: int, gpu: bool, ignored: list[str], arguments: list[str])
     files = [f for f in sorted((ROOT / "tests/python").glob("test_*.py")) if f.name not in ignored]
     costs = {file: known[file.name] or OTHERS for file in files}
     share = max(10.0, sum(costs.values()) / jobs / 4)
-    plain = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
-    plain += ["-p", "run_tests", "-o", "faulthandler_timeout=240", *arguments]
+    plain = ["-q", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=240"]
+    plain += arguments
     units: list[Unit] = []
     together: list[Path] = []
+
+    def command(part: str, files: list[Path]) -> list[str]:
+        return [sys.executable, __file__, "part", part, *plain, *map(str, files)]
 
     def flush() -> None:
         if together:
             cost = START + sum(costs[file] for file in together)
             name = together[0].stem + (f" and {len(together) - 1} more" if together[1:] else "")
-            units.append(Unit(name, [*plain, *map(str, together)], cost))
+            units.append(Unit(name, command("0/1", together), cost))
             together.clear()
 
     for file in sorted(files, key=lambda file: -costs[file]):
         parts = 1 if file.name in WHOLE else round(costs[file] / share)
         if parts > 1:
             for i in range(parts):
-                env = {"LIGATURE_TEST_PART": f"{i}/{parts}"}
                 name = f"{file.stem} {i + 1} of {parts}"
-                units.append(Unit(name, [*plain, str(file)], START + costs[file] / parts, env))
+                cost = START + costs[file] / parts
+                units.append(Unit(name, command(f"{i}/{parts}", [file]), cost))
             continue
         if sum(costs[f] for f in together) + costs[file] > share:
             flush()
@@ -159,10 +173,8 @@ def run_all(units: list[Unit], jobs: int, threads: int, logs: Path, limit: float
     logs.mkdir(parents=True, exist_ok=True)
     waiting = sorted(units, key=lambda unit: -unit.cost)
     running: list[Unit] = []
-    paths = [str(ROOT / "tools"), str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
     common = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "passive",
     }
@@ -248,6 +260,8 @@ def report(units: list[Unit], began: float) -> int:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["part"]:
+        return run_part(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--threads", type=int, default=2, help="of each process")
