@@ -28,9 +28,9 @@ Tensor = torch.Tensor
 LARGEST = 2e3
 #: How often, and to which side of a kink, the reference is disturbed.
 ROUNDINGS = (1, -1, None, None)
-#: Under a recipe so many times as often. Where they disagree, once more with the second number: a
-#: value that lies at a border of its format goes to the other side in few of them only.
-MORE_ROUNDINGS = (2, 16)
+#: Where they disagree, they are asked once more with so many: a value at a border of its format, or
+#: one on which the result hangs by far more than its rounding, is moved in few of them only.
+MANY_ROUNDINGS = 16 * ROUNDINGS
 
 
 class TooLargeError(Exception):
@@ -430,10 +430,7 @@ class Check:
 
 def check(case: Case) -> Counter[str]:
     """Raises an AssertionError that says what differs; returns the fused operations that ran."""
-    if not case.recipe:
-        return Check(case).run()
-    few, many = MORE_ROUNDINGS
     try:
-        return Check(case, few * ROUNDINGS).run()
+        return Check(case, 2 * ROUNDINGS if case.recipe else ROUNDINGS).run()
     except AssertionError:
-        return Check(case, many * ROUNDINGS).run()
+        return Check(case, MANY_ROUNDINGS).run()
