@@ -18,6 +18,7 @@ struct QuantizeOutput {
   float* amax = nullptr;  ///< NV
   int64_t rows = 0, columns = 0;
   int64_t stride = 0, scale_stride = 0;  ///< from a row to the next
+  int64_t scale_step = 1;                ///< from a block to the next along a row
   bool vectors = false;                  ///< whole parts of a row are stored at once
 };
 
@@ -45,6 +46,7 @@ struct NormSource {
   Type w_type, b_type;
   bool zero_centered_gamma;
 };
+/// Up to 65535 * 128 rows; MX without square blocks.
 void launch_quantize_norm(const NormSource& source, Type type, const QuantizePlan& plan,
                           Stream stream);
 
@@ -73,7 +75,7 @@ struct DecodePlan {
   const uint8_t* data;
   const void* scale;
   const float* amax;
-  int64_t rows, columns, scale_stride;
+  int64_t rows, columns, scale_stride, scale_step;
   bool operand;  ///< without the factors that a matrix product takes by itself
 };
 void launch_decode(const DecodePlan& plan, void* out, Type out_type, Stream stream);
