@@ -67,8 +67,9 @@ void launch_quantize_activation(const ActivationSource& source, Type type, const
 void launch_quantize_activation_backward(const ActivationSource& source, Type type,
                                          const QuantizePlan& plan, Stream stream);
 
-/// Raises amax[0] to the largest magnitude of n values, without NaN.
-void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream);
+/// Raises amax[0] to the largest magnitude of n values, without NaN. `held`: at the largest float.
+void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream,
+                 bool held = false);
 
 struct DecodePlan {
   Format format;

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kFlatThreads)
 
 template <typename T>
 __global__ void __launch_bounds__(kFlatThreads)
-    amax_kernel(const T* x, int64_t n, bool vectors, float* amax) {
+    amax_kernel(const T* x, int64_t n, bool vectors, uint32_t most, float* amax) {
   __shared__ uint32_t shared_amax;
   if (threadIdx.x == 0) shared_amax = 0;
   __syncthreads();
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kFlatThreads)
   for (int64_t i = parts * kFlatPart + thread; i < n; i += step) {
     largest = max(largest, single_amax(x[i]));
   }
-  raise_by_block(largest, &shared_amax, amax);
+  raise_by_block(min(largest, most), &shared_amax, amax);
 }
 
 bool is_aligned(const void* p, uintptr_t bytes) {
@@ -205,7 +205,7 @@ void launch_quantize(const void* x, Type type, const QuantizePlan& plan, Stream 
   });
 }
 
-void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream) {
+void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream, bool held) {
   constexpr int64_t kMost = 132 * 8;
   constexpr int64_t kBlockValues = kFlatThreads * kFlatUnroll * kFlatPart;
   const int64_t blocks = (n + kBlockValues - 1) / kBlockValues;
@@ -214,7 +214,8 @@ void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream
     using T = decltype(zero);
     amax_kernel<T>
         <<<static_cast<unsigned>(blocks < kMost ? blocks : kMost), kFlatThreads, 0, stream>>>(
-            static_cast<const T*>(x), n, is_aligned(x, 16), amax);
+            static_cast<const T*>(x), n, is_aligned(x, 16), held ? kLargestBits : kInfinityBits,
+            amax);
   });
 }
 
