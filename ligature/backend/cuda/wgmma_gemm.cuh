@@ -184,8 +184,14 @@ __device__ __forceinline__ void consume(const WgmmaArgs& args, uint32_t base, ui
 
 }  // namespace hopper
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define LIGATURE_CLUSTER(blocks)
+#else
+#define LIGATURE_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
+#endif
+
 template <typename C, typename F>
-__global__ void __cluster_dims__(C::kCluster, 1, 1) __launch_bounds__(C::kThreads, 1)
+__global__ void LIGATURE_CLUSTER(C::kCluster) __launch_bounds__(C::kThreads, 1)
     wgmma_kernel(const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ CUtensorMap w_map,
                  const __grid_constant__ CUtensorMap z_map, const WgmmaArgs args) {
@@ -226,6 +232,8 @@ __global__ void __cluster_dims__(C::kCluster, 1, 1) __launch_bounds__(C::kThread
   if constexpr (C::kCluster > 1) hopper::meet_cluster();
 #endif
 }
+
+#undef LIGATURE_CLUSTER
 
 /// Is there code in this build for the current device? Where it was compiled for another
 /// architecture than sm_90a the kernel is empty, which shows in its registers. Once per device; the
