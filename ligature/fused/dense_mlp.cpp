@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ligature/fused/pieces.h"
+#include "ligature/kernels/gated_linear.h"
 #include "ligature/ops/make_extra_output.h"
 #include "ligature/ops/prepare.h"
 
@@ -102,19 +103,28 @@ FuserForwardResult DenseMLP::fuser_forward_compute(const Value& input, ArgsList 
   if (has_residual()) residual = forks_before_norm() ? input.dequantized() : norm.y.tensor();
 
   FuserForwardResult result = fused_forward_result({}, num_basic_ops());
+  const kernels::ActivationSpec spec = activation_->spec();
+  const Target to_fc2 = {input_quantizer(args[fc2_.at]), rowwise};
   Tensor z;
+  Value a;
   {
     const LinearFwdArgs fwd = linear_args(fc1_, bias1_, norm.y, args);
-    z = BasicLinearImpl::forward(fwd);
+    if (runs_gated_forward(fwd, spec, to_fc2)) {
+      auto both = kernels::linear_gated_forward(fwd.x.tensor(), fwd.w.tensor(), spec);
+      z = std::move(both.z);
+      a = std::move(both.a);
+    } else {
+      z = BasicLinearImpl::forward(fwd);
+    }
     result.kept[fc1_.at] = keep(fwd, args[fc1_.at]);
   }
   norm.y = {};
   const bool keep_z = args[activation_.at].requires_grad.op || args[fc2_.at].requires_grad.param(0);
-  const kernels::ActivationSpec spec = activation_->spec();
-  const Target to_fc2 = {input_quantizer(args[fc2_.at]), rowwise};
-  Value a = to_fc2 || keep_z || kernels::is_gated(spec.kind)
-                ? activation_forward_to(z, spec, {}, to_fc2)
-                : Value(kernels::activation_forward_(z, spec));
+  if (!a.defined()) {
+    a = to_fc2 || keep_z || kernels::is_gated(spec.kind)
+            ? activation_forward_to(z, spec, {}, to_fc2)
+            : Value(kernels::activation_forward_(z, spec));
+  }
 
   LinearFwdArgs fwd = linear_args(fc2_, bias2_, a, args);
   a = {};
@@ -266,6 +276,15 @@ Value DenseMLP::linear2_and_activation_backward(CtxList ctxs, const Value& dy,
   }
   LinearBwdArgs args = fc2_->backward_args(ctx, dy, std::exchange(a, {}), ctx.saved_value(kW2));
   LinearBwdArgs of_weight;
+  if (one_pass && !need_dbias && runs_gated_backward(args, ctx.saved_value(kZ), spec)) {
+    const TakenValue z = ctx.take_saved(kZ);
+    kernels::GatedBackward both = kernels::linear_gated_backward(
+        args.dy.tensor(), args.w.tensor(), z.value.tensor(), spec, true, z.may_overwrite);
+    args.x = std::move(both.a);
+    args.input_requires_grad = false;
+    out.grad_params[fc2_.at] = {fc2_->backward(std::move(args), ctx).dw};
+    return std::move(both.dz);
+  }
   if (one_pass) {
     of_weight = args;
     of_weight.input_requires_grad = false;
