@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(kColumnThreads, Sums ? kColumnBlocks : 4)
   const int64_t length = walk.end - walk.first;
   for (int64_t done = 0; done < length; done += kRows * walk.row_lanes) {
     Packed<T, N> a[kRows], b[kRows], g[kRows];
+    float scale[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = walk.first + done + r * walk.row_lanes + walk.row_lane;
@@ -33,20 +34,21 @@ __global__ void __launch_bounds__(kColumnThreads, Sums ? kColumnBlocks : 4)
       g[r] = load_packed<N>(dy + row * args.columns);
       columns.read(x, row, a[r], b[r]);
     }
+    read_scales(args.scales, args.scales_type, walk.first + done + walk.row_lane, walk.row_lanes,
+                walk.end, scale);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = walk.first + done + r * walk.row_lanes + walk.row_lane;
       float along = 0.0f;
       if (row < walk.end && walk.inside) {
-        const float scale =
-            args.scales != nullptr ? load_one(args.scales, args.scales_type, row) : 1.0f;
         float da[N], db[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           float linear = 0.0f;
           if constexpr (F::gated) linear = b[r][i];
           const float grad = g[r][i];
-          const Gradient result = F::gradient(__fmul_rn(grad, scale), a[r][i], linear, args.params);
+          const Gradient result =
+              F::gradient(__fmul_rn(grad, scale[r]), a[r][i], linear, args.params);
           da[i] = result.da;
           db[i] = result.db;
           if constexpr (Sums) {

@@ -20,11 +20,13 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
   for (int64_t begin = walk.first + walk.row_lane; begin < walk.end;
        begin += kRows * walk.row_lanes) {
     Packed<T, N> a[kRows], b[kRows];
+    float scale[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = begin + r * walk.row_lanes;
       if (row < walk.end) columns.read(x, row, a[r], b[r]);
     }
+    read_scales(args.scales, args.scales_type, begin, walk.row_lanes, walk.end, scale);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = begin + r * walk.row_lanes;
@@ -34,12 +36,7 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
       for (int i = 0; i < N; ++i) {
         float linear = 0.0f;
         if constexpr (F::gated) linear = b[r][i];
-        result[i] = F::value(a[r][i], linear, args.params);
-      }
-      if (args.scales != nullptr) {
-        const float scale = load_one(args.scales, args.scales_type, row);
-#pragma unroll
-        for (int i = 0; i < N; ++i) result[i] = __fmul_rn(result[i], scale);
+        result[i] = __fmul_rn(F::value(a[r][i], linear, args.params), scale[r]);
       }
       store<N>(y + row * args.columns, result);
     }

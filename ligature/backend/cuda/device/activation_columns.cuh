@@ -38,6 +38,24 @@ struct ActivationColumns {
   }
 };
 
+/// The factors of the rows first, first + step, ..., of those before `end`; 1 without any. Read for
+/// all at once: their type is looked at only once.
+template <int Rows>
+__device__ __forceinline__ void read_scales(const void* scales, Type type, int64_t first,
+                                            int64_t step, int64_t end, float (&values)[Rows]) {
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) values[r] = 1.0f;
+  if (scales == nullptr) return;
+  with_type(type, [&](auto zero) {
+    using S = decltype(zero);
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) {
+      const int64_t row = first + r * step;
+      if (row < end) values[r] = to_float(static_cast<const S*>(scales)[row]);
+    }
+  });
+}
+
 /// Host: how many gates may be read at once, 16 bytes of them or one. `y` and `dx` may be null.
 inline int activation_piece(bool gated, Type type, const void* x, const void* y, const void* dx,
                             int64_t columns, int64_t interleave) {
