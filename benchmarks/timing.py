@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import platform
+import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+Run = Callable[[], object]
+PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|splitk|s16816", re.IGNORECASE)
 
-def interleaved(runs: list[Callable[[], object]], device: str, seconds: float) -> list[float]:
+
+def interleaved(runs: Sequence[Run], device: str, seconds: float) -> list[float]:
     """Median seconds of each, measured in turns."""
 
-    def timed(run: Callable[[], object]) -> float:
+    def timed(run: Run) -> float:
         if device == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -36,26 +39,46 @@ def interleaved(runs: list[Callable[[], object]], device: str, seconds: float) -
     return [statistics.median(result) for result in times]
 
 
-def kernel_seconds(
-    run: Callable[[], object], repeat: int, wanted: Callable[[str], object] = lambda name: True
-) -> float:
-    """Seconds that the GPU is busy with one run, in the kernels whose names are wanted."""
-    for _ in range(3):
+def kernel_events(run: Run, repeat: int, warm_up: int = 3) -> list[tuple[str, float, float]]:
+    """(name, start, microseconds) of what the GPU did in ``repeat`` runs, in its own order."""
+    for _ in range(warm_up):
         run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as measured:
         for _ in range(repeat):
             run()
         torch.cuda.synchronize()
-    events = [event for event in measured.events() if event.device_type == DeviceType.CUDA]
-    return sum(event.device_time_total for event in events if wanted(event.name)) / repeat / 1e6
+    return sorted(
+        (
+            (event.name, event.time_range.start, event.device_time_total)
+            for event in measured.events()
+            if event.device_type == DeviceType.CUDA
+        ),
+        key=lambda event: event[1],
+    )
 
 
-def gpu_seconds(runs: list[Callable[[], object]], seconds: float) -> list[float]:
-    """Median seconds of each, of many runs that follow each other without waiting, in turns."""
+def kernel_seconds(
+    run: Run, repeat: int, wanted: Callable[[str], object] = lambda name: True
+) -> float:
+    """Seconds that the GPU is busy with one run, in the kernels whose names are wanted."""
+    return sum(us for name, _, us in kernel_events(run, repeat) if wanted(name)) / repeat / 1e6
 
-    def timed(run: Callable[[], object], count: int) -> float:
+
+def gpu_seconds(
+    runs: Sequence[Run], rounds: int = 3, lead: float = 0.15, measured: float = 0.15
+) -> list[float]:
+    """Median seconds of each, of many runs that follow each other without waiting.
+
+    A GPU at its power limit is as fast as what it did in the last tenths of a second lets it be. So
+    each turn begins with ``lead`` seconds of the same work that are not timed, and the turns of a
+    round come in an order that moves on from round to round.
+    """
+
+    def timed(run: Run, before: int, count: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(before):
+            run()
         start.record()
         for _ in range(count):
             run()
@@ -63,19 +86,17 @@ def gpu_seconds(runs: list[Callable[[], object]], seconds: float) -> list[float]
         end.synchronize()
         return start.elapsed_time(end) / 1e3 / count
 
-    counts = []
-    for run in runs:
-        timed(run, 3)
-        counts.append(max(1, int(0.02 / timed(run, 3))))
+    once = [timed(run, 3, 3) for run in runs]
     times: list[list[float]] = [[] for _ in runs]
-    finish = time.perf_counter() + seconds
-    while time.perf_counter() < finish or len(times[0]) < 3:
-        for run, count, result in zip(runs, counts, times, strict=True):
-            result.append(timed(run, count))
+    for turn in range(rounds):
+        for i in range(len(runs)):
+            i = (i + turn * max(1, len(runs) // rounds)) % len(runs)
+            before, count = (max(1, round(wanted / once[i])) for wanted in (lead, measured))
+            times[i].append(timed(runs[i], before, count))
     return [statistics.median(result) for result in times]
 
 
-def host_seconds(run: Callable[[], object], count: int = 200) -> float:
+def host_seconds(run: Run, count: int = 200) -> float:
     """Median seconds until a call returns, with the GPU's work still under way."""
     times = []
     for i in range(count + 20):
@@ -85,13 +106,6 @@ def host_seconds(run: Callable[[], object], count: int = 200) -> float:
         run()
         times.append(time.perf_counter() - start)
     return statistics.median(times[20:])
-
-
-def forward_backward(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> None:
-    x.grad = None
-    for parameter in model.parameters():
-        parameter.grad = None
-    model(x).backward(dy)
 
 
 def cpu_name() -> str:

@@ -99,6 +99,7 @@ LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& ar
   }
   LIGATURE_CHECK_TYPE(out.dtype != at::kDouble, "[", label(),
                       "] low precision takes float32, bfloat16 or float16, got float64");
+  out.split = quantization->recipe->split_accumulation();
   out.x = quantize_to(input, {quantization->forward_quantizer(0), input_usage(args.requires_grad)},
                       out.dtype);
   const Target target{quantization->forward_quantizer(1), {true, args.requires_grad.input}};
@@ -126,8 +127,9 @@ void BasicLinearImpl::calibrate(const Value& input, const Value& weight, const O
 
 Tensor BasicLinearImpl::forward(const LinearFwdArgs& args) {
   if (args.x.is_quantized() || args.w.is_quantized()) {
-    Tensor y =
-        quantized_linear_forward(args.x, args.w, {args.dtype, args.bias, args.add, args.alpha});
+    Tensor y = quantized_linear_forward(
+        args.x, args.w,
+        {args.dtype, args.bias, args.add, args.alpha, accumulation(args.split.forward)});
     if (!args.add_in_place) return y;
     Tensor sum = args.add;
     return sum.copy_(y);
@@ -201,6 +203,7 @@ LinearBwdArgs BasicLinearImpl::backward_args(const OperationContext& ctx, const 
   out.weight_dtype = ctx.state.get_or("weight_dtype", out.compute_dtype);
   out.input_requires_grad = ctx.requires_grad.input;
   out.weight_requires_grad = ctx.requires_grad.param(0);
+  if (ctx.quantization != nullptr) out.split = ctx.quantization->recipe->split_accumulation();
   const bool calibrating = ctx.state.get_or("calibrating", false);
   const Quantizer* quantizer =
       ctx.quantization != nullptr ? ctx.quantization->backward_quantizer(0) : nullptr;
@@ -227,17 +230,19 @@ LinearGrads BasicLinearImpl::backward(const LinearBwdArgs& args, const Operation
     const Tensor add = args.add.defined() ? prepare(args.add, args.compute_dtype) : Tensor();
     const Tensor dx =
         args.is_quantized()
-            ? quantized_linear_input_grad(args.dy, args.w,
-                                          {args.compute_dtype, {}, add, args.alpha})
+            ? quantized_linear_input_grad(
+                  args.dy, args.w,
+                  {args.compute_dtype, {}, add, args.alpha, accumulation(args.split.input_grad)})
             : kernels::linear_input_grad(args.dy.tensor(), args.w.tensor(), add, args.alpha);
     grads.dx = cast(dx, args.input_dtype);
   }
   if (!args.weight_requires_grad) return grads;
+  const ProductArgs weight_product{
+      args.compute_dtype, {}, {}, args.alpha, accumulation(args.split.weight_grad)};
   if (!options.accumulate_into_main_grad) {
     const Tensor dw =
         args.is_quantized()
-            ? quantized_linear_weight_grad(args.dy, args.x,
-                                           {args.compute_dtype, {}, {}, args.alpha})
+            ? quantized_linear_weight_grad(args.dy, args.x, weight_product)
             : kernels::linear_weight_grad(args.dy.tensor(), args.x.tensor(), args.alpha);
     grads.dw = cast(dw, args.weight_dtype);
     return grads;
@@ -257,7 +262,7 @@ LinearGrads BasicLinearImpl::backward(const LinearBwdArgs& args, const Operation
                  sizes_string(main.buffer.sizes()));
   if (args.is_quantized()) {
     quantized_linear_weight_grad_into(main.buffer, args.dy, args.x, !main.overwrite,
-                                      {args.compute_dtype, {}, {}, args.alpha});
+                                      weight_product);
   } else {
     kernels::linear_weight_grad_into(main.buffer, args.dy.tensor(), args.x.tensor(),
                                      !main.overwrite, args.alpha);

@@ -24,6 +24,7 @@ struct LinearFwdArgs {
   Tensor add;                         ///< optional: added to the result ...
   bool add_in_place = false;          ///< ... and overwritten by it
   double alpha = 1.0;                 ///< factor of x W^T
+  SplitAccumulation split;            ///< as the recipe has it
 };
 
 struct LinearBwdArgs {
@@ -37,6 +38,7 @@ struct LinearBwdArgs {
   at::ScalarType input_dtype = at::kFloat;
   at::ScalarType weight_dtype = at::kFloat;
   at::ScalarType compute_dtype = at::kFloat;
+  SplitAccumulation split;
 
   bool is_quantized() const { return dy.is_quantized() || x.is_quantized() || w.is_quantized(); }
 };

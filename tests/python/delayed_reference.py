@@ -12,6 +12,11 @@ import ligature as te
 ELEMENTS = {448.0: torch.float8_e4m3fn, 57344.0: torch.float8_e5m2}
 
 
+def factor_for(largest: float, x: torch.Tensor) -> float:
+    """What ``x`` is multiplied by, so that its largest value becomes the format's."""
+    return float(np.float32(largest) / np.float32(x.detach().abs().max().item()))
+
+
 class Factor:
     """What is remembered of one tensor."""
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from pipeline_case import Call, Case, Fuse, Nest, Op, every_op, smaller
 from pipeline_check import TooLargeError, check
 from pipelines import cases, numbered_case, recipe_cases
-from quantized_reference import RECIPES
+from quantized_reference import RECIPES, is_native
 
 import ligature as te
 from ligature import _C
@@ -326,7 +326,9 @@ def test_a_wrong_fusion_is_caught_under_a_recipe(name: str, mutant: type, monkey
     case = replace(mutant_case("float32"), recipe=name)
     monkeypatch.setitem(pipeline_ops.STYLES, "Mutant", pipeline_ops.Pieces)
     check(case)
-    monkeypatch.setattr(mutant, "error", 1e-2)
+    # Tensor cores sum up FP8 products with so few bits that many values change their codes.
+    native = is_native(RECIPES[name](), torch.get_default_device())
+    monkeypatch.setattr(mutant, "error", 0.2 if native else 1e-2)
     monkeypatch.setitem(pipeline_ops.STYLES, "Mutant", mutant)
     with pytest.raises(AssertionError, match=r"where .* is allowed"):
         check(case)
