@@ -1,6 +1,7 @@
 // The activations backward, for one family of kinds (see activation_backward_plain.cu and
 // activation_backward_gated.cu), with the sums for dbias and dscales on the way: dbias over a
-// block's rows, dscales over a warp's part of a row. Both are added up by a second kernel.
+// block's rows, dscales over a warp's part of a row. Both are added up by a second kernel. Where
+// rows mean nothing, each thread has one vector.
 #pragma once
 
 #include "ligature/backend/cuda/activation_launch.h"
@@ -81,10 +82,40 @@ __global__ void __launch_bounds__(kColumnThreads, Sums ? kColumnBlocks : 4)
   }
 }
 
+template <typename F, typename T, int N>
+__global__ void __launch_bounds__(kActivationThreads)
+    activation_backward_flat_kernel(const ActivationBackwardArgs args) {
+  const int64_t count = args.rows * args.columns;
+  const int64_t at = (int64_t{blockIdx.x} * kActivationThreads + threadIdx.x) * N;
+  if (at >= count) return;
+  const Packed<T, N> x = read_flat<N>(static_cast<const T*>(args.x), at, count);
+  const Packed<T, N> dy = read_flat<N>(static_cast<const T*>(args.dy), at, count);
+  float dx[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) dx[i] = F::gradient(dy[i], x[i], 0.0f, args.params).da;
+  write_flat<N>(static_cast<T*>(args.dx), at, count, dx);
+}
+
+inline void launch_activation_backward_flat(const ActivationBackwardArgs& args, Stream stream) {
+  const bool vectors = flat_vectors(args.x, args.dy, args.dx);
+  with_type(args.type, [&](auto zero) {
+    using T = decltype(zero);
+    with_family<false>(args.params.kind, vectors, [&](auto functor) {
+      using F = decltype(functor);
+      constexpr int N = std::is_same_v<F, AnyActivation<false>> ? 1 : kVector<T>;
+      activation_backward_flat_kernel<F, T, N>
+          <<<flat_blocks(args.rows * args.columns, N), kActivationThreads, 0, stream>>>(args);
+    });
+  });
+}
+
 template <bool Gated>
 void launch_activation_backward_family(const ActivationBackwardArgs& args, const ColumnGrid& grid,
                                        Stream stream) {
   const bool sums = args.dbias_partials != nullptr || args.dscales_partials != nullptr;
+  if constexpr (!Gated) {
+    if (!sums && args.scales == nullptr) return launch_activation_backward_flat(args, stream);
+  }
   const auto blocks = static_cast<unsigned int>(grid.across * grid.down);
   with_type(args.type, [&](auto zero) {
     using T = decltype(zero);

@@ -1,6 +1,6 @@
 // The activations forward, for one family of kinds (see activation_forward_plain.cu and
-// activation_forward_gated.cu). A thread takes a few rows at once, so that enough loads are under
-// way.
+// activation_forward_gated.cu). A thread that walks down columns takes a few rows at once, so that
+// enough loads are under way; where rows mean nothing, each thread has one vector.
 #pragma once
 
 #include "ligature/backend/cuda/activation_launch.h"
@@ -43,8 +43,37 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
   }
 }
 
+template <typename F, typename T, int N>
+__global__ void __launch_bounds__(kActivationThreads)
+    activation_forward_flat_kernel(const ActivationForwardArgs args) {
+  const int64_t count = args.rows * args.columns;
+  const int64_t at = (int64_t{blockIdx.x} * kActivationThreads + threadIdx.x) * N;
+  if (at >= count) return;
+  const Packed<T, N> x = read_flat<N>(static_cast<const T*>(args.x), at, count);
+  float y[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = F::value(x[i], 0.0f, args.params);
+  write_flat<N>(static_cast<T*>(args.y), at, count, y);
+}
+
+inline void launch_activation_forward_flat(const ActivationForwardArgs& args, Stream stream) {
+  const bool vectors = flat_vectors(args.x, args.y, nullptr);
+  with_type(args.type, [&](auto zero) {
+    using T = decltype(zero);
+    with_family<false>(args.params.kind, vectors, [&](auto functor) {
+      using F = decltype(functor);
+      constexpr int N = std::is_same_v<F, AnyActivation<false>> ? 1 : kVector<T>;
+      activation_forward_flat_kernel<F, T, N>
+          <<<flat_blocks(args.rows * args.columns, N), kActivationThreads, 0, stream>>>(args);
+    });
+  });
+}
+
 template <bool Gated>
 void launch_activation_forward_family(const ActivationForwardArgs& args, Stream stream) {
+  if constexpr (!Gated) {
+    if (args.scales == nullptr) return launch_activation_forward_flat(args, stream);
+  }
   const int piece = activation_piece(Gated, args.type, args.x, args.y, nullptr, args.columns,
                                      args.params.interleave);
   const ColumnGrid grid = column_grid(args.rows, args.columns, piece, false, 0);

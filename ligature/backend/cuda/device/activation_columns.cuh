@@ -56,6 +56,34 @@ __device__ __forceinline__ void read_scales(const void* scales, Type type, int64
   });
 }
 
+/// Where rows mean nothing: vectors of a whole tensor, of which the last may be a part of one.
+constexpr int kActivationThreads = 256;
+
+template <int N, typename T>
+__device__ __forceinline__ Packed<T, N> read_flat(const T* p, int64_t at, int64_t count) {
+  if (count - at >= N) return load_packed<N>(p + at);
+  return load_packed_part<N>(p + at, static_cast<int>(count - at));
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void write_flat(T* p, int64_t at, int64_t count,
+                                           const float (&values)[N]) {
+  if (count - at >= N) return store<N>(p + at, values);
+  store_part<N>(p + at, static_cast<int>(count - at), values);
+}
+
+/// Host: one thread for `piece` values.
+inline unsigned int flat_blocks(int64_t count, int piece) {
+  const int64_t of_block = int64_t{kActivationThreads} * piece;
+  return static_cast<unsigned int>((count + of_block - 1) / of_block);
+}
+
+/// Host: does all begin at whole vectors? A null does.
+inline bool flat_vectors(const void* x, const void* y, const void* dx) {
+  const auto begins = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  return begins(x) && begins(y) && begins(dx);
+}
+
 /// Host: how many gates may be read at once, 16 bytes of them or one. `y` and `dx` may be null.
 inline int activation_piece(bool gated, Type type, const void* x, const void* y, const void* dx,
                             int64_t columns, int64_t interleave) {
