@@ -40,12 +40,12 @@ void forward_into(Tensor& y, const Tensor& x, const ActivationSpec& spec, const 
 
 /// dx in the dtype of `x`, which dy shares, and the sums.
 ActivationBackward backward(const Tensor& dy, const Tensor& x, const ActivationSpec& spec,
-                            const Tensor& scales, bool need_dscales, bool need_dbias) {
+                            const Tensor& scales, bool need_dscales, bool need_dbias, bool over_x) {
   const bool sums = need_dscales || need_dbias;
   const Stream stream = stream_of(x);
   const Matrix matrix(x, spec);
   ActivationBackward result;
-  result.dx = empty_as(x);
+  result.dx = over_x ? x : empty_as(x);
   ActivationBackwardArgs args;
   args.rows = matrix.rows;
   args.columns = matrix.columns;
@@ -104,11 +104,11 @@ Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
 
 ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        const ActivationSpec& spec, const Tensor& scales,
-                                       bool need_dscales, bool need_dbias) {
+                                       bool need_dscales, bool need_dbias, bool over_x) {
   const DeviceGuard guard(x.device());
   const at::ScalarType read = dy.scalar_type() == x.scalar_type() ? x.scalar_type() : at::kFloat;
-  ActivationBackward result =
-      backward(cast(dy, read), cast(x, read), spec, serve(scales), need_dscales, need_dbias);
+  ActivationBackward result = backward(cast(dy, read), cast(x, read), spec, serve(scales),
+                                       need_dscales, need_dbias, over_x);
   result.dx = cast(result.dx, x.scalar_type());
   result.dbias = cast(result.dbias, x.scalar_type());
   if (need_dscales) result.dscales = cast(result.dscales, scales.scalar_type());
