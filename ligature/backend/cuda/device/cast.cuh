@@ -144,6 +144,8 @@ __device__ __forceinline__ void write_turned(const QuantizeOutput& out, const ui
                                              TilePlace place) {
   const int q = threadIdx.x % 8;
   const int64_t at = place.row + q * 16;
+  const int64_t lines = at < out.columns ? out.rows - place.column : 0;
+  const int end = static_cast<int>(min(lines, int64_t{kTile})) - static_cast<int>(threadIdx.x / 8);
   uint8_t* to = out.data + (place.column + threadIdx.x / 8) * out.stride + at;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -153,7 +155,7 @@ __device__ __forceinline__ void write_turned(const QuantizeOutput& out, const ui
     if (F != Factors::Line32 && (shift & 1) != 0) {
       codes = make_uint4(codes.z, codes.w, codes.x, codes.y);
     }
-    if (place.column + column < out.rows && at < out.columns) {
+    if (32 * i < end) {
       if (out.vectors) {
         *reinterpret_cast<uint4*>(to) = codes;
       } else {
@@ -248,10 +250,13 @@ __device__ __forceinline__ uint2 encode_column(const Words& v, int j, float fact
 /// Where a thread writes row-wise codes, and how many rows.
 struct RowWriter {
   uint8_t* to;
-  int64_t stride;
+  uint32_t stride;
   int rows;
   __device__ __forceinline__ void put(uint2 codes, int k) const {
-    if (k < rows) *reinterpret_cast<uint2*>(to + k * stride) = codes;
+    if (k < rows) {
+      *reinterpret_cast<uint2*>(to + static_cast<uint64_t>(static_cast<uint32_t>(k)) * stride) =
+          codes;
+    }
   }
 };
 
@@ -262,7 +267,7 @@ __device__ __forceinline__ RowWriter row_writer(const QuantizePlan& plan, TilePl
   const QuantizeOutput& out = plan.rowwise;
   return {
       out.data + (place.row + seat.down * kSide) * out.stride + place.column + seat.across * kSide,
-      out.stride, out.data != nullptr ? rows : 0};
+      static_cast<uint32_t>(out.stride), out.data != nullptr ? rows : 0};
 }
 
 template <typename T, Element E>

@@ -73,7 +73,7 @@ __device__ __forceinline__ void raise_by_pairs(uint32_t pair, uint32_t* warps, f
 template <typename Source>
 struct Reader {
   const typename Source::Value* from[Source::kStreams];
-  int last;  // row
+  uint32_t last;  // row
 
   __device__ __forceinline__ Reader(const typename Source::Arguments& source,
                                     const QuantizePlan& plan, int64_t row, int64_t column) {
@@ -81,10 +81,13 @@ struct Reader {
     const int64_t units = Source::units(plan), c = column < units ? column : units - kSide;
 #pragma unroll
     for (int s = 0; s < Source::kStreams; ++s) from[s] = Source::from(source, plan, r, c, s);
-    last = static_cast<int>(min(plan.rows - 1 - r, int64_t{kSide - 1}));
+    last = static_cast<uint32_t>(min(plan.rows - 1 - r, int64_t{kSide - 1}));
   }
+  // Rows are short enough for offsets of 32 bits, which one instruction adds.
   __device__ __forceinline__ const void* at(const QuantizePlan& plan, int s, int k) const {
-    return from[s] + min(k, last) * Source::stride(plan, s);
+    const auto bytes = static_cast<uint32_t>(Source::stride(plan, s)) * 2u;
+    return reinterpret_cast<const char*>(from[s]) +
+           static_cast<uint64_t>(min(static_cast<uint32_t>(k), last)) * bytes;
   }
 };
 
@@ -322,9 +325,10 @@ inline bool casts_directly(const QuantizePlan& plan, int64_t units) {
   const auto aligned = [](const void* p, uintptr_t bytes) {
     return reinterpret_cast<uintptr_t>(p) % bytes == 0;
   };
-  return plan.rows > 0 && units > 0 && units % kSide == 0 && plan.columns % kSide == 0 &&
-         tiles_of(plan.rows) <= 65535 && format.scaling != Scaling::NV &&
-         !(format.scaling == Scaling::MX && format.block_2d) && aligned(plan.rowwise.data, 8);
+  return plan.rows > 0 && units > 0 && plan.columns < int64_t{1} << 26 && units % kSide == 0 &&
+         plan.columns % kSide == 0 && tiles_of(plan.rows) <= 65535 &&
+         format.scaling != Scaling::NV && !(format.scaling == Scaling::MX && format.block_2d) &&
+         aligned(plan.rowwise.data, 8);
 }
 
 /// Lets a kernel have more shared memory than 48 KiB; asks once for each device.
