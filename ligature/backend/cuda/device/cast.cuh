@@ -265,9 +265,10 @@ template <Factors F>
 __device__ __forceinline__ RowWriter row_writer(const QuantizePlan& plan, TilePlace place,
                                                 Seat<F> seat, int rows) {
   const QuantizeOutput& out = plan.rowwise;
-  return {
-      out.data + (place.row + seat.down * kSide) * out.stride + place.column + seat.across * kSide,
-      static_cast<uint32_t>(out.stride), out.data != nullptr ? rows : 0};
+  uint8_t* to =
+      out.data + (place.row + seat.down * kSide) * out.stride + place.column + seat.across * kSide;
+  asm("" : "+l"(to));  // computed once and not for every row
+  return {to, static_cast<uint32_t>(out.stride), out.data != nullptr ? rows : 0};
 }
 
 template <typename T, Element E>
