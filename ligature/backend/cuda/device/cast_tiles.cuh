@@ -1,5 +1,6 @@
 // Kernels that make values of rows 16 bytes at a time and cast them from registers, a tile of
-// 128x128 to a block (device/cast.cuh); and the one that only finds their largest magnitude.
+// 128x128 to a block (device/cast.cuh, device/cast_blocks.cuh); and the one that only finds their
+// largest magnitude.
 //
 // A source of values has
 //   Value              what they are rounded to: __half or __nv_bfloat16
@@ -13,7 +14,7 @@
 
 #include <atomic>
 
-#include "ligature/backend/cuda/device/cast.cuh"
+#include "ligature/backend/cuda/device/cast_blocks.cuh"
 
 namespace ligature::cuda {
 
