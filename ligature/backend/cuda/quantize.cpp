@@ -96,8 +96,9 @@ void clear(const Tensor& t, Stream stream) {
 }
 
 /// The largest magnitudes that NV's factors come from, shared with other processes.
+template <typename Launch>
 void find_nv_amax(QuantizedPair& out, QuantizePlan& plan, const QuantizeArgs& args,
-                  const std::function<void(const QuantizePlan&)>& launch, Stream stream) {
+                  const Launch& launch, Stream stream) {
   const bool shared =
       args.rowwise && args.columnwise && !args.format.hadamard && !args.format.row_scaled;
   if (args.rowwise) clear(out.rowwise.amax, stream);
@@ -114,8 +115,9 @@ void find_nv_amax(QuantizedPair& out, QuantizePlan& plan, const QuantizeArgs& ar
 }
 
 /// `launch` is called with a plan once, or twice where the largest value has to be known first.
+template <typename Launch>
 QuantizedPair run(MatrixShape shape, const Tensor& like, const QuantizeArgs& args, const char* name,
-                  const std::function<void(const QuantizePlan&)>& launch) {
+                  const Launch& launch) {
   const Stream stream = stream_of(like);
   QuantizedPair out = empty_pair(shape, args, like.device());
   QuantizePlan plan;

@@ -10,8 +10,6 @@ bool launch_quantize_nv_tiles(const void* x, Type type, const QuantizePlan& plan
 
 namespace {
 
-constexpr int kNvResident = 3;
-
 __device__ __forceinline__ uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t r;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
@@ -140,7 +138,7 @@ __device__ __forceinline__ uint32_t transform(float (&q)[8], bool lower) {
 }
 
 template <typename T, bool kStochastic, bool kHadamard>
-__global__ void __launch_bounds__(kCastThreads, kNvResident)
+__global__ void __launch_bounds__(kCastThreads, kStochastic ? 2 : 3)
     nv_tiles(const __grid_constant__ QuantizePlan plan, const T* x) {
   __shared__ NvShared shared;
   const int lane = threadIdx.x % 32, across = threadIdx.x % 16, down = threadIdx.x / 16;

@@ -1,5 +1,6 @@
 // Kernels that make values of rows 16 bytes at a time and cast them from registers, a tile of
-// 128x128 to a block (device/cast.cuh); and the one that only finds their largest magnitude.
+// 128x128 to a block (device/cast.cuh, device/cast_blocks.cuh); and the one that only finds their
+// largest magnitude.
 //
 // A source of values has
 //   Value              what they are rounded to: __half or __nv_bfloat16
@@ -13,7 +14,7 @@
 
 #include <atomic>
 
-#include "ligature/backend/cuda/device/cast.cuh"
+#include "ligature/backend/cuda/device/cast_blocks.cuh"
 
 namespace ligature::cuda {
 
@@ -73,7 +74,7 @@ __device__ __forceinline__ void raise_by_pairs(uint32_t pair, uint32_t* warps, f
 template <typename Source>
 struct Reader {
   const typename Source::Value* from[Source::kStreams];
-  int last;  // row
+  uint32_t last;  // row
 
   __device__ __forceinline__ Reader(const typename Source::Arguments& source,
                                     const QuantizePlan& plan, int64_t row, int64_t column) {
@@ -81,10 +82,13 @@ struct Reader {
     const int64_t units = Source::units(plan), c = column < units ? column : units - kSide;
 #pragma unroll
     for (int s = 0; s < Source::kStreams; ++s) from[s] = Source::from(source, plan, r, c, s);
-    last = static_cast<int>(min(plan.rows - 1 - r, int64_t{kSide - 1}));
+    last = static_cast<uint32_t>(min(plan.rows - 1 - r, int64_t{kSide - 1}));
   }
+  // Rows are short enough for offsets of 32 bits, which one instruction adds.
   __device__ __forceinline__ const void* at(const QuantizePlan& plan, int s, int k) const {
-    return from[s] + min(k, last) * Source::stride(plan, s);
+    const auto bytes = static_cast<uint32_t>(Source::stride(plan, s)) * 2u;
+    return reinterpret_cast<const char*>(from[s]) +
+           static_cast<uint64_t>(min(static_cast<uint32_t>(k), last)) * bytes;
   }
 };
 
@@ -322,9 +326,10 @@ inline bool casts_directly(const QuantizePlan& plan, int64_t units) {
   const auto aligned = [](const void* p, uintptr_t bytes) {
     return reinterpret_cast<uintptr_t>(p) % bytes == 0;
   };
-  return plan.rows > 0 && units > 0 && units % kSide == 0 && plan.columns % kSide == 0 &&
-         tiles_of(plan.rows) <= 65535 && format.scaling != Scaling::NV &&
-         !(format.scaling == Scaling::MX && format.block_2d) && aligned(plan.rowwise.data, 8);
+  return plan.rows > 0 && units > 0 && plan.columns < int64_t{1} << 26 && units % kSide == 0 &&
+         plan.columns % kSide == 0 && tiles_of(plan.rows) <= 65535 &&
+         format.scaling != Scaling::NV && !(format.scaling == Scaling::MX && format.block_2d) &&
+         aligned(plan.rowwise.data, 8);
 }
 
 /// Lets a kernel have more shared memory than 48 KiB; asks once for each device.
