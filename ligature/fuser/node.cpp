@@ -20,7 +20,7 @@ namespace ligature {
 using torch::autograd::variable_list;
 
 size_t FuserNode::save_tensor(const Tensor& tensor, const std::vector<Tensor>& outputs, size_t op) {
-  const void* identity = tensor.unsafeGetTensorImpl();
+  const at::TensorImpl* identity = tensor.unsafeGetTensorImpl();
   for (size_t k = 0; k < saved_.size(); ++k) {
     if (saved_identity_[k] == identity) {
       last_user_[k] = std::min(last_user_[k], op);
@@ -69,7 +69,22 @@ void FuserNode::save(const std::vector<Tensor>& outputs, const std::vector<uint3
     }
     ctx.save_for_backward({});
   }
+  note_internal();
   saved_identity_.clear();
+}
+
+// Whatever the caller can see, or what travels on a channel, is held by somebody else as long as
+// the call is under way; memory from outside of torch cannot be resized. A tensor that hooks packed
+// is the hooks' business.
+void FuserNode::note_internal() {
+  internal_.resize(saved_.size());
+  for (size_t k = 0; k < saved_.size(); ++k) {
+    const at::TensorImpl* tensor = saved_identity_[k];
+    if (tensor == nullptr || saved_[k].has_hooks() || !tensor->has_storage()) continue;
+    const at::Storage& storage = tensor->unsafe_storage();
+    internal_[k] = c10::raw::intrusive_ptr::use_count(const_cast<at::TensorImpl*>(tensor)) == 1 &&
+                   storage.use_count() == 1 && storage.resizable();
+  }
 }
 
 void FuserNode::remember_extra_outputs(const std::vector<std::vector<Tensor>>& extra_outputs) {
@@ -129,7 +144,22 @@ FuserNode::Need FuserNode::what_is_needed() const {
   return need;
 }
 
-void FuserNode::unpack(size_t op, std::vector<Tensor>& unpacked) {
+bool FuserNode::let_go(const OperationContext& ctx, size_t i, bool& internal) {
+  const size_t op = &ctx - contexts_->all.data();
+  const Slot& slot = slots_[op][i];
+  if (keep_graph_ || slot.first == Wiring::kNone) return false;
+  internal = slot.shell == nullptr && internal_[slot.first];
+  for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
+    if (last_user_[k] < op) return false;
+  }
+  for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
+    unpacked_[k].reset();
+    saved_[k].reset_data();
+  }
+  return true;
+}
+
+void FuserNode::unpack(size_t op) {
   std::vector<Value> values;
   values.reserve(slots_[op].size());
   // A checkpoint runs its forward again when the first tensor is asked for.
@@ -137,21 +167,21 @@ void FuserNode::unpack(size_t op, std::vector<Tensor>& unpacked) {
   if (autocast_.session != nullptr && !slots_[op].empty()) recompute.emplace(autocast_);
   for (const Slot& slot : slots_[op]) {
     for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
-      if (!unpacked[k].defined()) unpacked[k] = saved_[k].unpack(getptr());
+      if (!unpacked_[k].defined()) unpacked_[k] = saved_[k].unpack(getptr());
     }
     if (slot.first == Wiring::kNone) {
       values.emplace_back();
     } else if (slot.shell != nullptr) {
       values.emplace_back(slot.shell->with_tensors(
-          {unpacked.begin() + slot.first, unpacked.begin() + slot.first + slot.count}));
+          {unpacked_.begin() + slot.first, unpacked_.begin() + slot.first + slot.count}));
     } else {
-      values.emplace_back(unpacked[slot.first]);
+      values.emplace_back(unpacked_[slot.first]);
     }
   }
   (*contexts_)[op].save_for_backward(std::move(values));
 }
 
-variable_list FuserNode::backward(const variable_list& grads) {
+variable_list FuserNode::backward(variable_list& grads) {
   const Plan& plan = *plan_;
   const size_t n = contexts_->size();
   const Need need = what_is_needed();
@@ -166,15 +196,15 @@ variable_list FuserNode::backward(const variable_list& grads) {
   std::vector<Tensor> caller_grads(plan.wiring->caller_outputs.size());
   for (size_t k = 0; k < outputs_.size(); ++k) {
     if (outputs_[k] != kMainOutput) {
-      caller_grads[outputs_[k]] = grads[k];
+      caller_grads[outputs_[k]] = std::move(grads[k]);
     } else {
-      dy = grads[k].defined() ? grads[k] : input_metadata(k).zeros_like();
+      dy = grads[k].defined() ? std::move(grads[k]) : input_metadata(k).zeros_like();
     }
   }
   for (size_t op = 0; op < n; ++op) {
     for (size_t j = 0; j < plan.wiring->outputs[op].size(); ++j) {
       const size_t caller = plan.wiring->outputs[op][j].caller;
-      if (caller != Wiring::kNone) grad_extra_outputs[op][j] = caller_grads[caller];
+      if (caller != Wiring::kNone) grad_extra_outputs[op][j] = std::move(caller_grads[caller]);
     }
   }
 
@@ -182,9 +212,9 @@ variable_list FuserNode::backward(const variable_list& grads) {
   if (plan.options.recipe != nullptr) session = backward_session(autocast_.reduce_amax);
   std::optional<DelayedSourceScope> delayed;
   if (session != nullptr) delayed.emplace(session.get());
-  const bool keep_graph = torch::autograd::get_current_graph_task_id() < 0 ||
-                          torch::autograd::get_current_graph_task_keep_graph();
-  std::vector<Tensor> unpacked(saved_.size());
+  keep_graph_ = torch::autograd::get_current_graph_task_id() < 0 ||
+                torch::autograd::get_current_graph_task_keep_graph();
+  unpacked_.resize(saved_.size());
   const std::vector<GradFlags> flags_of_forward = [&] {
     std::vector<GradFlags> flags;
     for (const auto& ctx : *contexts_) flags.push_back(ctx.requires_grad);
@@ -194,13 +224,16 @@ variable_list FuserNode::backward(const variable_list& grads) {
   struct Restore {
     Contexts& contexts;
     const std::vector<GradFlags>& flags;
+    std::vector<Tensor>& unpacked;
     ~Restore() {
       for (size_t op = 0; op < contexts.size(); ++op) {
         contexts[op].requires_grad = flags[op];
         contexts[op].save_for_backward({});
       }
+      contexts.owner = nullptr;
+      unpacked.clear();
     }
-  } restore{*contexts_, flags_of_forward};
+  } restore{*contexts_, flags_of_forward, unpacked_};
 
   c10::SmallVector<OperationContext*, 8> ctxs;
   for (size_t s = plan.backward.size(); s-- > 0;) {
@@ -210,10 +243,11 @@ variable_list FuserNode::backward(const variable_list& grads) {
     ctxs.clear();
     for (size_t op = step.first; op < end; ++op) {
       (*contexts_)[op].requires_grad = need.flags[op];
-      unpack(op, unpacked);
+      unpack(op);
       ctxs.push_back(&(*contexts_)[op]);
     }
     if (step.op->is_guest()) fill_in_zeros(step, grad_extra_outputs);
+    contexts_->owner = step.op->takes_saved() && !step.op->is_guest() ? this : nullptr;
     std::optional<kernels::KernelLog> log;
     if (trace_ != nullptr) log.emplace(trace_->device);
     FuserBackwardResult step_result = [&] {
@@ -269,8 +303,8 @@ variable_list FuserNode::backward(const variable_list& grads) {
     dy = std::move(step_result.grad_input);
     for (size_t k = 0; k < saved_.size(); ++k) {
       if (last_user_[k] < step.first || last_user_[k] >= end) continue;
-      unpacked[k].reset();
-      if (!keep_graph) saved_[k].reset_data();
+      unpacked_[k].reset();
+      if (!keep_graph_) saved_[k].reset_data();
     }
   }
   if (need.lowest_op == 0 && n > 0 && need.flags[0].input) {
@@ -281,22 +315,34 @@ variable_list FuserNode::backward(const variable_list& grads) {
 
 namespace {
 
+bool has_memory(const Tensor& t) {
+  return t.defined() && quantized_of(t) == nullptr && t.has_storage();
+}
+
+/// A tensor and its memory, to be known again: their memory is given back as if this were not, but
+/// their addresses are not used again.
+struct Identity {
+  c10::weak_intrusive_ptr<at::TensorImpl> tensor;
+  c10::weak_intrusive_ptr<at::StorageImpl> storage;
+
+  explicit Identity(const Tensor& t)
+      : tensor(t.getIntrusivePtr()), storage(t.storage().getWeakStorageImpl()) {}
+};
+
 /// Gradients in the same memory as another tensor become copies: what autograd takes over as the
 /// gradient of a leaf, it adds to in place. One and the same tensor is seen by its reference count.
-void unshare(variable_list& result, const variable_list& grads) {
-  const auto shares = [](const Tensor& a, const Tensor& b) {
-    return b.defined() && !a.is_same(b) && quantized_of(b) == nullptr && b.has_storage() &&
-           a.is_alias_of(b);
-  };
+void unshare(variable_list& result, const std::vector<Identity>& grads) {
   for (Tensor& grad : result) {
-    if (!grad.defined() || quantized_of(grad) != nullptr || !grad.has_storage() ||
-        grad.storage().use_count() == 1)
-      continue;
-    const auto with = [&](const Tensor& other) { return shares(grad, other); };
-    if (std::any_of(grads.begin(), grads.end(), with) ||
-        std::any_of(result.begin(), result.end(), with)) {
-      grad = grad.clone();
-    }
+    if (!has_memory(grad) || grad.storage().use_count() == 1) continue;
+    const auto* storage = grad.storage().unsafeGetStorageImpl();
+    const bool with_given = std::any_of(grads.begin(), grads.end(), [&](const Identity& other) {
+      return other.storage._unsafe_get_target() == storage &&
+             other.tensor._unsafe_get_target() != grad.unsafeGetTensorImpl();
+    });
+    const bool with_result = std::any_of(result.begin(), result.end(), [&](const Tensor& other) {
+      return has_memory(other) && !other.is_same(grad) && other.is_alias_of(grad);
+    });
+    if (with_given || with_result) grad = grad.clone();
   }
 }
 
@@ -304,22 +350,31 @@ void unshare(variable_list& result, const variable_list& grads) {
 
 variable_list FuserNode::apply(variable_list&& grads) {
   std::lock_guard<std::mutex> lock(mutex_);
+  const bool create_graph = at::GradMode::is_enabled();
+  std::vector<Identity> identities;
+  identities.reserve(grads.size());
+  for (const Tensor& grad : grads) {
+    if (has_memory(grad)) identities.emplace_back(grad);
+  }
+  torch::autograd::edge_list edges;
+  if (create_graph) {
+    edges = next_edges();
+    for (const Tensor& grad : grads) {
+      if (grad.defined() && grad.requires_grad()) {
+        edges.push_back(torch::autograd::impl::gradient_edge(grad));
+      }
+    }
+  }
   variable_list result;
   {
     at::NoGradGuard no_grad;
     result = backward(grads);
-    unshare(result, grads);
+    unshare(result, identities);
   }
-  if (!at::GradMode::is_enabled()) return result;
+  if (!create_graph) return result;
 
   // A graph of this backward is asked for, and there is none: whatever would flow through it, back
   // to the gradients given or to the inputs of forward, runs into an error.
-  torch::autograd::edge_list edges = next_edges();
-  for (const Tensor& grad : grads) {
-    if (grad.defined() && grad.requires_grad()) {
-      edges.push_back(torch::autograd::impl::gradient_edge(grad));
-    }
-  }
   auto refuse = make_node<torch::autograd::Error>(
       "trying to differentiate twice a function that was marked with @once_differentiable",
       std::move(edges));

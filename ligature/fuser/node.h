@@ -14,7 +14,7 @@
 
 namespace ligature {
 
-class FuserNode : public torch::autograd::Node {
+class FuserNode : public torch::autograd::Node, private SavedOwner {
  public:
   FuserNode(std::shared_ptr<const Plan> plan, std::shared_ptr<Contexts> contexts,
             std::vector<size_t> param_offsets, AutocastState autocast,
@@ -55,11 +55,13 @@ class FuserNode : public torch::autograd::Node {
     std::vector<GradFlags> flags;
   };
 
-  torch::autograd::variable_list backward(const torch::autograd::variable_list& grads);
+  torch::autograd::variable_list backward(torch::autograd::variable_list& grads);
   Need what_is_needed() const;
   void fill_in_zeros(const PlanStep& step, std::vector<std::vector<Tensor>>& grads) const;
-  void unpack(size_t op, std::vector<Tensor>& unpacked);
+  void unpack(size_t op);
   size_t save_tensor(const Tensor& tensor, const std::vector<Tensor>& outputs, size_t op);
+  void note_internal();
+  bool let_go(const OperationContext& ctx, size_t i, bool& internal) override;
 
   std::shared_ptr<const Plan> plan_;
   std::shared_ptr<Contexts> contexts_;
@@ -70,9 +72,12 @@ class FuserNode : public torch::autograd::Node {
   std::vector<size_t> outputs_;
   std::vector<std::vector<ValueMeta>> extra_outputs_;
   std::vector<torch::autograd::SavedVariable> saved_;
-  std::vector<const void*> saved_identity_;  // only while saving
-  std::vector<size_t> last_user_;            // the operation after whose backward it is not needed
-  std::vector<std::vector<Slot>> slots_;     // [operation][saved value]
+  std::vector<Tensor> unpacked_;  // of them, only while backward runs
+  bool keep_graph_ = true;        // likewise
+  std::vector<bool> internal_;    // whether only operations of the call have seen it
+  std::vector<const at::TensorImpl*> saved_identity_;  // only while saving
+  std::vector<size_t> last_user_;         // the operation after whose backward it is not needed
+  std::vector<std::vector<Slot>> slots_;  // [operation][saved value]
 };
 
 }  // namespace ligature

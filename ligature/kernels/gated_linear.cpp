@@ -22,6 +22,10 @@ void check_operands(const char* op, const Tensor& x, const Tensor& w, int64_t in
 
 }  // namespace
 
+bool has_gated_linear(const ActivationSpec& spec, at::ScalarType dtype, at::Device device) {
+  return device.is_cuda() && cuda::has_gated_linear(spec, dtype, device);
+}
+
 bool runs_gated_linear(const Tensor& x, const Tensor& w, const ActivationSpec& spec,
                        bool backward) {
   return cuda::runs_gated_linear(x, w, spec, backward);

@@ -17,6 +17,9 @@ struct GatedBackward {
   Tensor a;  ///< the activation of z, where it was asked for
 };
 
+/// Has the device kernels for this activation in this dtype? Sizes may still speak against them.
+bool has_gated_linear(const ActivationSpec& spec, at::ScalarType dtype, at::Device device);
+
 /// Is there a kernel for these operands, and is it faster than the product and the activation one
 /// after the other? `x` and `w`: those of linear_gated_forward, or dy and w of
 /// linear_gated_backward. Never so for tensors without memory.

@@ -98,11 +98,14 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
   /// `kept` has quantized operands, it saves those.
   void save_ctx(OperationContext& ctx, const Value& x, at::ScalarType input_dtype, Kept& kept,
                 const OpArgs& args) const;
-  LinearBwdArgs backward_args(const OperationContext& ctx, const Value& grad_output) const;
-  /// With the operands given instead of saved; either is used only where it is needed.
+  /// Takes the saved input.
+  LinearBwdArgs backward_args(OperationContext& ctx, const Value& grad_output) const;
+  /// With the operands given instead of saved; either is used only where it is needed. An undefined
+  /// `x` is for the caller to fill in.
   LinearBwdArgs backward_args(const OperationContext& ctx, const Value& grad_output, const Value& x,
                               const Value& w) const;
-  LinearGrads backward(const LinearBwdArgs& args, const OperationContext& ctx);
+  /// The weight's gradient first: `x` is let go before there is an input's gradient.
+  LinearGrads backward(LinearBwdArgs args, const OperationContext& ctx);
 
   /// Where weight gradients go with `accumulate_into_main_grad`.
   void set_main_grad(Tensor buffer, bool overwrite = false) {
@@ -116,6 +119,7 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
   LIGATURE_OPTIONS_AS_DATA
 
  private:
+  Tensor weight_grad(const LinearBwdArgs& args, const OperationContext& ctx);
   void calibrate(const Value& input, const Value& weight, const OpArgs& args) const;
 
   MainGrad main_grad_;

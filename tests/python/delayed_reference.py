@@ -32,11 +32,11 @@ class Factor:
         self.amax = max(self.amax, float(x.detach().abs().max()))
 
     def quantized(self, x: torch.Tensor) -> torch.Tensor:
-        """The values in float64 after a cast to FP8 and back."""
+        """The values in float64 after a cast to FP8 and back, on the CPU."""
         bound = float(self.largest)
-        scaled = (x.detach().float() * float(self.scale)).clamp(-bound, bound)
+        scaled = (x.detach().float().cpu() * float(self.scale)).clamp(-bound, bound)
         codes = scaled.to(ELEMENTS[bound])
-        return codes.double() * float(np.float32(1) / self.scale)
+        return (codes.double() * float(np.float32(1) / self.scale)).to(x.device)
 
     def update(self) -> None:
         self.history = [self.amax, *self.history[:-1]]

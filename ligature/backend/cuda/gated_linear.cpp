@@ -49,6 +49,14 @@ void check_launched(bool launched, const char* name) {
 
 }  // namespace
 
+bool has_gated_linear(const ActivationSpec& spec, at::ScalarType dtype, at::Device device) {
+  const bool kind =
+      spec.kind == kernels::ActivationKind::SwiGLU || spec.kind == kernels::ActivationKind::GEGLU;
+  if (!kind || spec.glu_interleave_size != 0 || dtype != at::kBFloat16) return false;
+  const DeviceGuard guard(device);
+  return has_gated_forward() && has_gated_backward();
+}
+
 bool takes_gated_linear(const Tensor& x, const Tensor& w, const ActivationSpec& spec,
                         bool backward) {
   if (!readable(x) || !readable(w) || x.device() != w.device() || x.dim() == 0 || w.dim() != 2 ||

@@ -10,6 +10,8 @@ using kernels::ActivationSpec;
 using kernels::GatedBackward;
 using kernels::GatedForward;
 
+bool has_gated_linear(const ActivationSpec& spec, at::ScalarType dtype, at::Device device);
+
 /// Is there a kernel for these operands?
 bool takes_gated_linear(const Tensor& x, const Tensor& w, const ActivationSpec& spec,
                         bool backward);
