@@ -77,8 +77,8 @@ bool runs_gated_linear(const Tensor& x, const Tensor& w, const ActivationSpec& s
 }
 
 GatedForward linear_gated_forward(const Tensor& x, const Tensor& w, const ActivationSpec& spec) {
-  const DeviceGuard guard(x.device());
   check_taken("linear_gated_forward", x, w, spec, false);
+  const DeviceGuard guard(x.device());
   GatedForward result{empty_rows(x, w.size(0)), empty_rows(x, w.size(0) / 2)};
   GatedLinearArgs args = args_of(x, w, spec, false);
   args.out = result.z.mutable_data_ptr();
@@ -89,11 +89,11 @@ GatedForward linear_gated_forward(const Tensor& x, const Tensor& w, const Activa
 
 GatedBackward linear_gated_backward(const Tensor& dy, const Tensor& w, const Tensor& z_,
                                     const ActivationSpec& spec, bool need_a, bool over_z) {
-  const DeviceGuard guard(dy.device());
   check_taken("linear_gated_backward", dy, w, spec, true);
   LIGATURE_CHECK_TYPE(z_.scalar_type() == dy.scalar_type() && z_.device() == dy.device(),
                       "[linear_gated_backward] z must be ", dy.scalar_type(), " on ", dy.device(),
                       ", got ", z_.scalar_type(), " on ", z_.device());
+  const DeviceGuard guard(dy.device());
   const bool in_place = readable(z_) && aligned(z_);
   const Tensor z = in_place ? z_ : z_.clone(at::MemoryFormat::Contiguous);
   GatedBackward result;
