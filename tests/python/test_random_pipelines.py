@@ -328,7 +328,7 @@ def test_a_wrong_fusion_is_caught_under_a_recipe(name: str, mutant: type, monkey
     check(case)
     # Tensor cores sum up FP8 products with so few bits that many values change their codes.
     native = is_native(RECIPES[name](), torch.get_default_device())
-    monkeypatch.setattr(mutant, "error", 0.2 if native else 1e-2)
+    monkeypatch.setattr(mutant, "error", 0.5 if native else 1e-2)
     monkeypatch.setitem(pipeline_ops.STYLES, "Mutant", mutant)
     with pytest.raises(AssertionError, match=r"where .* is allowed"):
         check(case)
