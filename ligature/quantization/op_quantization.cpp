@@ -129,6 +129,15 @@ void WeightCache::clear() {
   quantized_ = nullptr;
 }
 
+bool WeightCache::keeps(const Tensor& part) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (quantized_ == nullptr || !part.has_storage()) return false;
+  for (const Tensor& own : quantized_->tensors()) {
+    if (own.storage().is_alias_of(part.storage())) return true;
+  }
+  return false;
+}
+
 Value quantize_to(const Value& x, const Target& target, at::ScalarType dtype) {
   if (!target) return x.is_quantized() ? x : Value(prepare(x, dtype));
   const Usage usage = target.quantizer->usage_for(target.usage, x.device());
