@@ -63,14 +63,17 @@ docs: package
 soak: package
 	@$(BIN)/python tools/soak.py $(ARGS)
 
-# Threads that wait for each other do not spin: on a machine with other work that takes many times as
-# long.
+# In one process per core, each with one thread; ARGS are pytest's, which then runs by itself. Threads
+# that wait for each other do not spin: on a machine with other work that takes many times as long.
 test: export OMP_WAIT_POLICY = passive
 test: build
-	@echo "== C++ tests"
-	@build/release/bin/ligature_tests --gtest_brief=1
-	@echo "== Python tests"
+ifeq ($(strip $(ARGS)),)
+	@echo "== C++ and Python tests"
+	@$(BIN)/python tools/run_tests.py --jobs $(JOBS) --threads 1 --cpp build/release/bin/ligature_tests
+else
+	@echo "== Python tests: $(ARGS)"
 	@$(BIN)/python -m pytest -q tests/python $(ARGS)
+endif
 
 sanitize: build/asan/build.ninja $(READY)
 	@echo "== build: asan"

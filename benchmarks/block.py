@@ -76,5 +76,19 @@ def step_of(
     return run
 
 
+def captured(step: Callable[[], object]) -> Callable[[], None]:
+    """The step as one CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def low_precision(recipe: te.recipe.Recipe | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if recipe is None else te.autocast(recipe=recipe)

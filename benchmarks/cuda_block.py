@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 import torch
-from block import RECIPES, TorchBlock, forward_only, ligature_block, step_of
+from block import RECIPES, TorchBlock, captured, forward_only, ligature_block, step_of
 from cuda_profile import profile_step
 from floors import FLOOR_OF, FLOORS, floor, own_floor
 from timing import Run, gpu_seconds, host_seconds
@@ -34,7 +34,10 @@ SHAPES = [
 ]
 BF16 = torch.bfloat16
 BLOCKS = ["eager", "torch.compile", "ligature", "ligature recompute", *RECIPES]
-NAMES = [*BLOCKS, "products ligature", *FLOORS]
+# Where the host is slower than the GPU, and only there: the step as a CUDA graph.
+GRAPHS = [f"{name} graph" for name in ("ligature", "fp8 delayed", "fp8 current", "fp8 block")]
+GRAPH_SHAPES = (2, 3)
+NAMES = [*BLOCKS, *GRAPHS, "products ligature", *FLOORS]
 
 
 def block_step(name: str, norm: str, t: int, h: int, f: int) -> Run:
@@ -83,6 +86,11 @@ def make_runs(
             step = block_step(name, norm, t, h, f)
             if name != "torch.compile" or compile_time.first_steps(step):
                 runs[name] = step
+        elif name in GRAPHS:
+            try:
+                runs[name] = captured(block_step(name.removesuffix(" graph"), norm, t, h, f))
+            except RuntimeError as error:
+                print(f"  {name}: {str(error).splitlines()[0][:150]}")
         elif name == "products ligature":
             runs[name] = own_floor(t, h, f)
         elif (run := floor(t, h, f, name)) is not None:
@@ -109,7 +117,7 @@ def measure_shape(title: str, runs: dict[str, Run], rounds: int) -> list[dict[st
     print(f"{'':<22}{'ms':>9}{'of eager':>10}{'of floor':>10}{'peak GiB':>10}")
     rows = []
     for name, seconds in times.items():
-        base = times.get(FLOOR_OF.get(name, "floor bf16"))
+        base = times.get(FLOOR_OF.get(name.removesuffix(" graph"), "floor bf16"))
         row = {
             "shape": title,
             "what": name,
@@ -130,17 +138,24 @@ def measure_shape(title: str, runs: dict[str, Run], rounds: int) -> list[dict[st
 
 def measure_host(names: list[str]) -> list[dict[str, Any]]:
     t, h, f = 64, 256, 512
-    x = torch.randn(t, h, dtype=BF16, requires_grad=True)
-    dy = torch.randn(t, h, dtype=BF16)
+    # A default device is a mode that every call from Python goes through: not while this is timed.
+    torch.set_default_device(None)
+    x = torch.randn(t, h, dtype=BF16, device="cuda", requires_grad=True)
+    dy = torch.randn(t, h, dtype=BF16, device="cuda")
     print(f"\nhost, T{t} h{h} f{f}, µs until the call returns")
     print(f"{'':<22}{'forward':>10}{'fwd+bwd':>10}")
     rows = []
     for name in names:
-        if name not in BLOCKS or name in ("torch.compile", "ligature recompute"):
+        if name not in BLOCKS or name == "torch.compile":
             continue
         recipe = RECIPES[name]() if name in RECIPES else None
-        make = TorchBlock if name == "eager" else ligature_block
-        model = make("LayerNorm", h, f, False, BF16)
+        model: nn.Module
+        with torch.device("cuda"):
+            if name == "eager":
+                model = TorchBlock("LayerNorm", h, f, False, BF16)
+            else:
+                recompute = "cheap" if name == "ligature recompute" else "none"
+                model = ligature_block("LayerNorm", h, f, False, BF16, recompute)
         row = {
             "what": name,
             "forward_us": 1e6 * host_seconds(forward_only(model, x, recipe)),
@@ -148,6 +163,7 @@ def measure_host(names: list[str]) -> list[dict[str, Any]]:
         }
         rows.append(row)
         print(f"{name:<22}{row['forward_us']:10.1f}{row['both_us']:10.1f}")
+    torch.set_default_device("cuda")
     return rows
 
 
@@ -160,6 +176,8 @@ def measure(
         norm, t, h, f = SHAPES[i]
         title = f"{norm} T{t} h{h} f{f}"
         wanted = [name for name in NAMES if name in {*names, *profiled}]
+        if i not in GRAPH_SHAPES:
+            wanted = [name for name in wanted if name not in GRAPHS]
         runs = make_runs(wanted, norm, t, h, f, compile_time)
         if rounds:
             result["blocks"] += measure_shape(title, runs, rounds)

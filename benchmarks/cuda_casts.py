@@ -13,8 +13,10 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from timing import kernel_events
 
 import ligature as te
 from ligature import _C
@@ -113,24 +115,15 @@ def fused(rows: int, columns: int, wide: int) -> list[tuple[str, float, int]]:
                 y = block(x)
             y.backward(dy)
 
-        for _ in range(3):
-            step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(5):
-                step()
-            torch.cuda.synchronize()
+        events = kernel_events(step, 5)
         for kernel, (what, count) in sources.items():
-            times = [
-                event.device_time / 1e6
-                for event in profile.events()
-                if kernel in event.name and event.device_time > 0
-            ]
+            times = [us / 1e6 for event, _, us in events if kernel in event and us > 0]
             if times:
                 found.append((f"{what}, {name}", statistics.median(times), count))
     return found
 
 
-def measure(cases: list[Case], repeats: int) -> list[tuple[Case, float, float]]:
+def timed_cases(cases: list[Case], repeats: int) -> list[tuple[Case, float, float]]:
     """(case, seconds, seconds of a copy of as many bytes), medians; taken in turns."""
 
     def timed(run: Callable[[], object]) -> float:
@@ -163,6 +156,33 @@ def measure(cases: list[Case], repeats: int) -> list[tuple[Case, float, float]]:
     return results
 
 
+def measure(rows: int, columns: int, wide: int, repeats: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    title = f"bfloat16 [{rows}, {columns}]"
+    print(f"{title:<34} {'us':>9} {'TB/s':>7} {'copy us':>8} {'of copy':>8}")
+
+    def show(name: str, count: int, seconds: float, copy: float) -> None:
+        row = {
+            "cast": name,
+            "us": seconds * 1e6,
+            "tb_s": count / seconds / 1e12,
+            "copy_us": copy * 1e6,
+            "of_copy": copy / seconds,
+        }
+        found.append(row)
+        rates = f"{row['us']:9.1f} {row['tb_s']:7.2f} {row['copy_us']:8.1f} {row['of_copy']:8.0%}"
+        print(f"{name:<34} {rates}")
+
+    cases = casts(rows, columns)
+    for case, seconds, copy in timed_cases(cases, repeats):
+        show(case.name, case.bytes, seconds, copy)
+    del cases
+    for name, seconds, count in fused(rows, columns, wide):
+        ((_, _, copy),) = timed_cases([Case(name, lambda: None, count)], repeats)
+        show(name, count, seconds, copy)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=16384)
@@ -172,20 +192,8 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device")
-    cases = casts(options.rows, options.columns)
-    print(f"{torch.cuda.get_device_name()}, bfloat16 [{options.rows}, {options.columns}]")
-    print(f"{'':<34} {'us':>9} {'TB/s':>7} {'copy TB/s':>10} {'of copy':>8}")
-
-    def show(name: str, count: int, seconds: float, copy: float) -> None:
-        rates = f"{count / seconds / 1e12:7.2f} {count / copy / 1e12:10.2f}"
-        print(f"{name:<34} {seconds * 1e6:9.1f} {rates} {copy / seconds:8.0%}")
-
-    for case, seconds, copy in measure(cases, options.repeats):
-        show(case.name, case.bytes, seconds, copy)
-    del cases
-    for name, seconds, count in fused(options.rows, options.columns, options.wide):
-        (_, _, copy), *_ = measure([Case(name, lambda: None, count)], options.repeats)
-        show(name, count, seconds, copy)
+    print(torch.cuda.get_device_name())
+    measure(options.rows, options.columns, options.wide, options.repeats)
 
 
 if __name__ == "__main__":

@@ -9,50 +9,32 @@ for a product is. The host's time of one small call follows.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import re
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from block import low_precision
+from floors import product as torchs_product
 from ligature.common.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from timing import PRODUCT, Run, kernel_seconds
 
 import ligature as te
 
 Tensor = torch.Tensor
-Run = Callable[[], object]
-
 SHAPES = [(16384, 4096, 28672), (8192, 4096, 28672), (4096, 2048, 11264), (2048, 1024, 5632)]
-PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|splitK|s16816")
-E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+BF16 = torch.bfloat16
 
 
 def product_times(runs: list[Run], repeat: int) -> list[float]:
     """Median microseconds that the products in each run take on the device; runs take turns."""
-    for run in runs:
-        for _ in range(3):
-            run()
-    sums: list[list[float]] = [[] for _ in runs]
+    times: list[list[float]] = [[] for _ in runs]
     for _ in range(repeat):
-        for run, result in zip(runs, sums, strict=True):
-            torch.cuda.synchronize()
-            with profile(activities=[ProfilerActivity.CUDA]) as measured:
-                run()
-                torch.cuda.synchronize()
-            result.append(
-                sum(
-                    event.device_time_total
-                    for event in measured.events()
-                    if event.device_type == DeviceType.CUDA and PRODUCT.search(event.name)
-                )
-            )
-    return [statistics.median(result) for result in sums]
+        for run, result in zip(runs, times, strict=True):
+            result.append(1e6 * kernel_seconds(run, 5, PRODUCT.search))
+    return [statistics.median(result) for result in times]
 
 
 def ours(product: str, x: Tensor, dy: Tensor, k: int, n: int, recipe: Recipe | None) -> Run:
@@ -60,17 +42,14 @@ def ours(product: str, x: Tensor, dy: Tensor, k: int, n: int, recipe: Recipe | N
     linear = te.ops.BasicLinear(k, n, device="cuda", dtype=BF16)
     linear.weight.requires_grad_(product == "dw")
     leaf = x.detach().requires_grad_(product == "dx")
-    context: Callable[[], Any] = (
-        contextlib.nullcontext if recipe is None else lambda: te.autocast(recipe=recipe)
-    )
 
     def forward() -> None:
-        with torch.no_grad(), context():
+        with torch.no_grad(), low_precision(recipe):
             linear(leaf)
 
     if product == "y":
         return forward
-    with context():
+    with low_precision(recipe):
         y = linear(leaf)
 
     def backward() -> None:
@@ -78,35 +57,6 @@ def ours(product: str, x: Tensor, dy: Tensor, k: int, n: int, recipe: Recipe | N
         y.backward(dy, retain_graph=True)
 
     return backward
-
-
-def block_scale(rows: int, k: int, square: bool) -> Tensor:
-    if square:
-        return torch.rand((rows + 127) // 128, (k + 127) // 128, device="cuda")
-    return torch.rand((k + 127) // 128, rows, device="cuda").t()
-
-
-def torchs(product: str, t: int, k: int, n: int, recipe: str) -> Run:
-    """The same product through torch.mm or torch._scaled_mm, on operands that are ready."""
-    m, inner, columns = {"y": (t, k, n), "dx": (t, n, k), "dw": (n, t, k)}[product]
-    a = torch.randn(m, inner, device="cuda", dtype=BF16)
-    b = torch.randn(columns, inner, device="cuda", dtype=BF16)
-    if recipe == "bf16":
-        if product == "dx":
-            b = b.t().contiguous().t()
-        if product == "dw":
-            a, b = a.t().contiguous().t(), b.t().contiguous().t()
-        return lambda: torch.mm(a, b.t())
-    gradient = E5M2 if recipe == "fp8" and product != "y" else E4M3
-    a8, b8 = a.to(gradient), b.to(E4M3)
-    if recipe == "fp8":
-        one = torch.ones((), device="cuda")
-        return lambda: torch._scaled_mm(
-            a8, b8.t(), one, one, out_dtype=BF16, use_fast_accum=product == "y"
-        )
-    sa = block_scale(m, inner, False)
-    sb = block_scale(columns, inner, product != "dw")
-    return lambda: torch._scaled_mm(a8, b8.t(), sa, sb.t(), out_dtype=BF16)
 
 
 def try_times(runs: list[Run | None], repeat: int) -> list[float | None]:
@@ -140,7 +90,7 @@ def shape_rows(t: int, h: int, f: int, repeat: int) -> list[dict[str, Any]]:
             for product in ("y", "dx", "dw"):
                 runs: list[Run | None] = [
                     ours(product, x, dy, k, n, recipe),
-                    torchs(product, t, k, n, name),
+                    torchs_product(product, t, k, n, f"floor {name}"),
                 ]
                 mine, theirs = try_times(runs, repeat)
                 rows.append(
@@ -203,7 +153,7 @@ def host_rows() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)))
     parser.add_argument("--json", help="also write the rows to this file")
     options = parser.parse_args()

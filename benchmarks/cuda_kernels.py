@@ -7,16 +7,18 @@ read and written once; the copy moves as many. Large shapes exceed the cache.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from timing import kernel_seconds
+from timing import Run, kernel_seconds
 
 import ligature as te
 
-Run = Callable[[], object]
+SHAPES = [(16384, 4096, 28672), (64, 256, 512)]
+REPEATS = 20
 
 
 @dataclass
@@ -83,6 +85,34 @@ def cases(t: int, h: int, f: int, dtype: torch.dtype) -> list[Case]:
     return made
 
 
+def measure(shapes: list[tuple[int, int, int]], dtype: torch.dtype) -> list[dict[str, Any]]:
+    rows = []
+    print(f"{'kernel':<22}{'shape':>14}{'us':>9}{'TB/s':>7}{'copy us':>9}{'of copy':>9}")
+    for t, h, f in shapes:
+        copies: dict[int, float] = {}
+        for case in cases(t, h, f, dtype):
+            seconds = kernel_seconds(case.run, REPEATS)
+            if case.bytes not in copies:
+                copies[case.bytes] = time_copy(case.bytes, REPEATS)
+            copy = copies[case.bytes]
+            row = {
+                "kernel": case.name,
+                "shape": case.shape,
+                "us": seconds * 1e6,
+                "tb_s": case.bytes / seconds / 1e12,
+                "copy_us": copy * 1e6,
+                "of_copy": copy / seconds,
+            }
+            rows.append(row)
+            print(
+                f"{case.name:<22}{case.shape:>14}{row['us']:9.1f}{row['tb_s']:7.2f}"
+                f"{row['copy_us']:9.1f}{row['of_copy']:9.0%}"
+            )
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", type=int, nargs=3, action="append", metavar=("T", "H", "F"))
@@ -91,25 +121,8 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("cuda_kernels.py needs a GPU")
-    dtype = getattr(torch, args.dtype)
-    rows = []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.dtype}")
-    print(f"{'kernel':<22}{'shape':>14}{'us':>9}{'TB/s':>7}{'copy us':>9}{'of copy':>9}")
-    for t, h, f in args.shape or [(16384, 4096, 28672), (64, 256, 512)]:
-        repeats = 20
-        copies: dict[int, float] = {}
-        for case in cases(t, h, f, dtype):
-            seconds = kernel_seconds(case.run, repeats)
-            if case.bytes not in copies:
-                copies[case.bytes] = time_copy(case.bytes, repeats)
-            copy = copies[case.bytes]
-            rows.append(
-                {"kernel": case.name, "shape": case.shape, "us": seconds * 1e6, "copy": copy * 1e6}
-            )
-            print(
-                f"{case.name:<22}{case.shape:>14}{seconds * 1e6:9.1f}"
-                f"{case.bytes / seconds / 1e12:7.2f}{copy * 1e6:9.1f}{copy / seconds:9.0%}"
-            )
+    rows = measure(args.shape or SHAPES, getattr(torch, args.dtype))
     if args.json:
         with open(args.json, "w") as file:
             json.dump(rows, file, indent=1)

@@ -13,20 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import forward_backward, interleaved
+from block import RECIPES, ligature_block, step_of
+from timing import interleaved
 
 import ligature as te
 
+BF16 = torch.bfloat16
 SIDE = 4096
 SHAPES = [(64, 256, 512), (512, 512, 2816)]
 E4M3, E2M1 = te.DType.kFloat8E4M3, te.DType.kFloat4E2M1
-RECIPES: dict[str, Callable[[], te.recipe.Recipe]] = {
-    "DelayedScaling": te.recipe.DelayedScaling,
-    "Float8CurrentScaling": te.recipe.Float8CurrentScaling,
-    "Float8BlockScaling": te.recipe.Float8BlockScaling,
-    "MXFP8BlockScaling": te.recipe.MXFP8BlockScaling,
-    "NVFP4BlockScaling": te.recipe.NVFP4BlockScaling,
-}
 Row = dict[str, Any]
 
 
@@ -81,45 +76,19 @@ def casts(side: int, seconds: float, tell: Callable[[str], None]) -> list[Row]:
     return rows
 
 
-def block(t: int, h: int, f: int) -> tuple[te.ops.Sequential, torch.Tensor, torch.Tensor]:
-    model = te.ops.Sequential(
-        te.ops.LayerNorm(h, dtype=torch.bfloat16),
-        te.ops.Linear(h, f, dtype=torch.bfloat16),
-        te.ops.SwiGLU(),
-        te.ops.Linear(f // 2, h, dtype=torch.bfloat16),
-    )
-    x = torch.randn(t, h, dtype=torch.bfloat16, requires_grad=True)
-    return model, x, torch.randn(t, h, dtype=torch.bfloat16)
-
-
-def step(
-    data: tuple[te.ops.Sequential, torch.Tensor, torch.Tensor],
-    recipe: te.recipe.Recipe | None,
-    new_weights: bool,
-) -> None:
-    model, x, dy = data
-    if new_weights:
-        for parameter in model.parameters():
-            torch.autograd.graph.increment_version(parameter)
-    if recipe is None:
-        forward_backward(model, x, dy)
-        return
-    with te.autocast(recipe=recipe):
-        forward_backward(model, x, dy)
-
-
 def blocks(seconds: float, tell: Callable[[str], None]) -> list[Row]:
     rows: list[Row] = []
     tell("\nforward+backward of the block in bfloat16, as a ratio to no recipe (goal 1.50)")
     tell(f"{'block':<20}{'recipe':<22}{'BF16 µs':>10}{'µs':>10}{'ratio':>8}{'cached':>8}")
     for t, h, f in SHAPES:
-        made = {name: make() for name, make in RECIPES.items()}
+        made = {type(recipe).__name__: recipe for recipe in (make() for make in RECIPES.values())}
+        x = torch.randn(t, h, dtype=BF16, requires_grad=True)
+        dy = torch.randn(t, h, dtype=BF16)
         ways = [(None, True), (None, False)]
         ways += [(recipe, new) for recipe in made.values() for new in (True, False)]
-        models = [block(t, h, f) for _ in ways]
         runs = [
-            lambda data=data, recipe=recipe, new=new: step(data, recipe, new)
-            for data, (recipe, new) in zip(models, ways, strict=True)
+            step_of(ligature_block("LayerNorm", h, f, True, BF16), x, dy, recipe, new)
+            for recipe, new in ways
         ]
         (plain, plain_cached), *pairs = zip(
             *[iter(interleaved(runs, "cpu", seconds))] * 2, strict=True

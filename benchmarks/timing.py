@@ -6,10 +6,9 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -17,7 +16,7 @@ Run = Callable[[], object]
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|splitk|s16816", re.IGNORECASE)
 
 
-def interleaved(runs: list[Run], device: str, seconds: float) -> list[float]:
+def interleaved(runs: Sequence[Run], device: str, seconds: float) -> list[float]:
     """Median seconds of each, measured in turns."""
 
     def timed(run: Run) -> float:
@@ -67,7 +66,7 @@ def kernel_seconds(
 
 
 def gpu_seconds(
-    runs: list[Run], rounds: int = 3, lead: float = 0.15, measured: float = 0.15
+    runs: Sequence[Run], rounds: int = 3, lead: float = 0.15, measured: float = 0.15
 ) -> list[float]:
     """Median seconds of each, of many runs that follow each other without waiting.
 
@@ -107,13 +106,6 @@ def host_seconds(run: Run, count: int = 200) -> float:
         run()
         times.append(time.perf_counter() - start)
     return statistics.median(times[20:])
-
-
-def forward_backward(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> None:
-    x.grad = None
-    for parameter in model.parameters():
-        parameter.grad = None
-    model(x).backward(dy)
 
 
 def cpu_name() -> str:

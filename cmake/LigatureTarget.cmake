@@ -1,13 +1,16 @@
 # ligature_target(<target>): how all of Ligature's own code is compiled.
 
 # __FILE__, in torch's messages, starts at the source tree or at torch's headers: what is built is the
-# same wherever it is built. The last option that fits counts. The relative paths are those that
-# ccache hands to the compiler.
+# same wherever it is built. The last option that fits counts. Below the source tree ccache hands
+# relative paths to the compiler; an absolute one among the options would make another clone miss.
 set(LIGATURE_FILE_NAMES "")
 foreach(dir IN ITEMS ${PROJECT_SOURCE_DIR} ${LIGATURE_TORCH_ROOT}/include)
-  file(RELATIVE_PATH relative ${PROJECT_BINARY_DIR} ${dir})
-  string(REGEX REPLACE "/$" "" relative ${relative})
-  list(APPEND LIGATURE_FILE_NAMES -fmacro-prefix-map=${dir}/= -fmacro-prefix-map=${relative}/=)
+  cmake_path(IS_PREFIX PROJECT_SOURCE_DIR ${dir} below)
+  if(LIGATURE_CCACHE AND below)
+    file(RELATIVE_PATH dir ${PROJECT_BINARY_DIR} ${dir})
+    string(REGEX REPLACE "/$" "" dir ${dir})
+  endif()
+  list(APPEND LIGATURE_FILE_NAMES -fmacro-prefix-map=${dir}/=)
 endforeach()
 
 function(ligature_target target)

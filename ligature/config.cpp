@@ -88,7 +88,8 @@ Accelerator accelerator() {
 std::vector<Availability> backend_list(const CudaConfig& cuda, const Accelerator& accelerator) {
   std::vector<Availability> list = {
       {"cpu", true, "kernels for CPU tensors"},
-      {"aten", true, "matrix products and dropout, and all kernels where no other backend serves"}};
+      {"aten", true,
+       "matrix products and dropout on the CPU, and all kernels where no other backend serves"}};
   const bool has_device = accelerator.type == at::kCUDA && accelerator.count > 0;
   if (!cuda.built) {
     list.push_back({"cuda", false, cuda.reason});
@@ -97,7 +98,7 @@ std::vector<Availability> backend_list(const CudaConfig& cuda, const Accelerator
   } else if (!has_device) {
     list.push_back({"cuda", false, "there is no CUDA device"});
   } else {
-    list.push_back({"cuda", true, "kernels for CUDA tensors"});
+    list.push_back({"cuda", true, "kernels for CUDA tensors, matrix products through cuBLASLt"});
   }
   return list;
 }

@@ -25,6 +25,24 @@ struct GradFlags {
 };
 
 struct Contexts;
+class OperationContext;
+
+/// Who keeps the saved tensors of a call while its backward runs.
+class SavedOwner {
+ public:
+  /// Drops the i-th saved tensor of `ctx` where nothing needs it after this backward step, and says
+  /// so. `internal`: whether only operations of this call have ever seen its memory.
+  virtual bool let_go(const OperationContext& ctx, size_t i, bool& internal) = 0;
+
+ protected:
+  ~SavedOwner() = default;
+};
+
+/// A saved tensor for the last time.
+struct TakenValue {
+  Value value;
+  bool may_overwrite = false;  ///< nothing else holds its memory, and nobody will look at it
+};
 
 class OperationContext {
  public:
@@ -43,6 +61,10 @@ class OperationContext {
                          ", but forward saved ", saved_.size());
     return saved_[i];
   }
+
+  /// As saved_value(i), for an operation that does not look at it again: its memory is free as soon
+  /// as what is returned goes, if the graph is not kept.
+  TakenValue take_saved(size_t i);
 
   GradFlags requires_grad;
   PlainState state;
@@ -75,7 +97,22 @@ struct Contexts : std::enable_shared_from_this<Contexts> {
   auto end() const { return all.end(); }
 
   std::vector<OperationContext> all;
+  /// Set while a backward step runs that may take saved tensors.
+  SavedOwner* owner = nullptr;
 };
+
+inline TakenValue OperationContext::take_saved(size_t i) {
+  TakenValue taken{saved_value(i), false};
+  bool internal = false;
+  if (block == nullptr || block->owner == nullptr || !block->owner->let_go(*this, i, internal)) {
+    return taken;
+  }
+  saved_[i] = {};
+  if (!internal || taken.value.is_quantized() || !taken.value.defined()) return taken;
+  const Tensor& tensor = taken.value.tensor();
+  taken.may_overwrite = tensor.use_count() == 1 && tensor.storage().use_count() == 1;
+  return taken;
+}
 
 /// A pointer that keeps a context alive wherever it lives.
 inline std::shared_ptr<OperationContext> share(OperationContext& ctx) {

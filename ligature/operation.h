@@ -115,6 +115,9 @@ class FusibleOperation : public torch::nn::Module {
   /// Does this class compute with the host language, so that its shapes are unknown beforehand and
   /// its steps run with the caller's dispatch state?
   virtual bool is_guest() const { return false; }
+  /// May its backward take saved tensors (OperationContext::take_saved)? A fused operation must not
+  /// look at a context again after it called a backward of the operation it belongs to.
+  virtual bool takes_saved() const { return !is_fused_op(); }
   /// Does it run a channel whose producer and consumer it both covers?
   virtual bool handles_internal_channels() const { return false; }
 

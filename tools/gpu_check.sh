@@ -2,9 +2,11 @@
 # Builds, tests and measures Ligature on a GPU machine that already has everything, with its own
 # python3 and CUDA torch: no virtual environment, no network, under ten minutes.
 #   tools/gpu_check.sh                    build, test, bench
-#   tools/gpu_check.sh build test ...     some of build, test, bench, sanitize, in this order
-# JOBS: parallel compile jobs (all cores). CUDA_ARCHITECTURES: as 90a. BENCH_ARGS go to bench.py;
-# TEST_FILTER is a gtest filter for test and sanitize; PYTEST_ARGS go to pytest.
+#   tools/gpu_check.sh build test ...     some of build, build_package, test, bench, sanitize
+# build_package leaves the C++ tests and examples out: enough for bench. What is printed is short;
+# whole logs are in $OUT (build/gpu/logs).
+# JOBS: parallel compile jobs and test processes (all cores). CUDA_ARCHITECTURES: as 90a. BENCH_ARGS
+# go to bench.py; TEST_FILTER is a gtest filter for test and sanitize; PYTEST_ARGS go to pytest.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -15,66 +17,77 @@ export CXX=${LIGATURE_CXX:-/usr/bin/g++}
 python=$(python3 -c 'import sys; print(sys.executable)')
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
 build=build/gpu
+logs=${OUT:-$build/logs}
+jobs=${JOBS:-$(nproc)}
+mkdir -p "$logs"
+rm -f "$logs/tests.log"
 
 python3 -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda,
   torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")'
 
-build() {
-  echo "== configure and build"
-  cmake --preset gpu -DPython3_EXECUTABLE="$python" \
-    "-DLIGATURE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES:-90a}"
-  cmake --build $build -j "${JOBS:-$(nproc)}"
-}
-
-# Both at once, to stay within ten minutes; wheels are tried where there is a compiler cache.
-run_tests() {
-  echo "== C++ and Python tests"
-  $build/bin/ligature_tests --gtest_brief=1 "--gtest_filter=${TEST_FILTER:-*}" \
-    >$build/cpp_tests.log 2>&1 &
-  cpp_tests=$!
-  failed=""
-  workers=""
-  "$python" -c 'import xdist' 2>/dev/null && workers="-n 4"
-  # shellcheck disable=SC2086
-  "$python" -m pytest -q $workers tests/python --ignore tests/python/test_install.py \
-    ${PYTEST_ARGS:-} || failed=1
-  wait "$cpp_tests" || failed=1
-  if [ -n "$failed" ]; then
-    cat $build/cpp_tests.log
+# The seconds that a command takes; of its output only the end, when it fails.
+quietly() {
+  name=$1
+  shift
+  began=$(date +%s)
+  if ! "$@" >"$logs/$name.log" 2>&1; then
+    echo "== $name failed after $(($(date +%s) - began)) s"
+    grep -n -A 8 -E 'error|FAILED' "$logs/$name.log" | cut -c 1-300 | head -n 60
+    tail -n 15 "$logs/$name.log" | cut -c 1-300
     return 1
   fi
-  tail -n 2 $build/cpp_tests.log
+  echo "== $name: $(($(date +%s) - began)) s"
+}
+
+build() {
+  quietly configure cmake --preset gpu -DPython3_EXECUTABLE="$python" \
+    "-DLIGATURE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES:-90a}"
+  quietly build cmake --build $build -j "$jobs" --target "$1"
+}
+
+# Wheels are tried where there is a compiler cache.
+run_tests() {
+  echo "== C++ and Python tests"
+  status=0
+  # shellcheck disable=SC2086
+  "$python" tools/run_tests.py --gpu --jobs "$jobs" --limit "${TEST_SECONDS:-270}" --logs "$logs" \
+    --cpp $build/bin/ligature_tests --cpp-shards 4 "--cpp-filter=${TEST_FILTER:-*}" \
+    --ignore test_install.py -- ${PYTEST_ARGS:-} >"$logs/tests.log" || status=$?
+  cat "$logs/tests.log"
+  return "$status"
 }
 
 bench() {
-  echo "== kernels against a copy of the same bytes"
-  "$python" benchmarks/cuda_kernels.py
   echo "== benchmark"
   # shellcheck disable=SC2086
-  "$python" benchmarks/bench.py ${BENCH_ARGS:-}
+  "$python" benchmarks/bench.py --json "$logs/bench.json" ${BENCH_ARGS:-}
 }
 
-# The kernels' own tests; torch's caching allocator would hide what is out of bounds.
+# The kernels' own tests.
 sanitize() {
-  for tool in memcheck racecheck initcheck; do
-    echo "== compute-sanitizer: $tool"
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 9 \
-      --kernel-name-exclude kernel_substring=_ZN2at \
-      $build/bin/ligature_tests --gtest_brief=1 "--gtest_filter=${TEST_FILTER:-Cuda*-*MoreThan*}"
-  done
+  echo "== compute-sanitizer: memcheck, racecheck, initcheck"
+  "$python" tools/run_tests.py --gpu --no-python --jobs "$jobs" --limit "${SANITIZE_SECONDS:-180}" \
+    --logs "$logs/sanitize" --cpp $build/bin/ligature_tests --cpp-shards 4 \
+    "--cpp-filter=${TEST_FILTER:-Cuda*:QuantizeCuda*-*MoreThan*}" \
+    --under memcheck --under racecheck --under initcheck
 }
 
+# A build that fails ends it all; tests that fail do not keep the benchmark from being run.
+failed=0
 for part in "${@:-build test bench}"; do
   for name in $part; do
     case $name in
-      build) build ;;
-      test) run_tests ;;
-      bench) bench ;;
-      sanitize) sanitize ;;
+      build) build all ;;
+      build_package) build _C ;;
+      test) run_tests || failed=1 ;;
+      bench) bench || failed=1 ;;
+      sanitize) sanitize || failed=1 ;;
       *)
-        echo "gpu_check.sh: wanted build, test, bench or sanitize, got $name" >&2
+        echo "gpu_check.sh: wanted build, build_package, test, bench or sanitize, got $name" >&2
         exit 2
         ;;
     esac
   done
 done
+if [ -f "$logs/tests.log" ]; then tail -n 1 "$logs/tests.log"; fi
+exit $failed

@@ -29,7 +29,7 @@ FuserBackwardResult BackwardLinearAdd::fuser_backward(CtxList ctxs, const Value&
   } else if (one_dtype) {
     args.add = add;
   }
-  LinearGrads grads = linear_.backward(args, *ctxs[1]);
+  LinearGrads grads = linear_.backward(std::move(args), *ctxs[1]);
   if (in_place) {
     grads.dx = std::move(add);
   } else if (add.defined() && !one_dtype) {

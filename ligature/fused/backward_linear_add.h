@@ -13,6 +13,7 @@ class BackwardLinearAdd : public FusedOperation {
 
   FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
                                      GradList grad_extra_outputs) override;
+  bool takes_saved() const override { return true; }
 
  private:
   MakeExtraOutputImpl& fork_;

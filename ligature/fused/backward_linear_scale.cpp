@@ -15,7 +15,7 @@ FuserBackwardResult BackwardLinearScale::fuser_backward(CtxList ctxs, const Valu
   if (!ctxs[0]->requires_grad.op) return out;
   LinearBwdArgs args = linear_.backward_args(*ctxs[0], grad_output);
   args.alpha = scale_.scale(*ctxs[1]);
-  LinearGrads grads = linear_.backward(args, *ctxs[0]);
+  LinearGrads grads = linear_.backward(std::move(args), *ctxs[0]);
   out.grad_input = std::move(grads.dx);
   out.grad_params[0] = {std::move(grads.dw)};
   return out;

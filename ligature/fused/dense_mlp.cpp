@@ -2,7 +2,10 @@
 
 #include <ATen/ops/add.h>
 
+#include <utility>
+
 #include "ligature/fused/pieces.h"
+#include "ligature/kernels/gated_linear.h"
 #include "ligature/ops/make_extra_output.h"
 #include "ligature/ops/prepare.h"
 
@@ -100,19 +103,28 @@ FuserForwardResult DenseMLP::fuser_forward_compute(const Value& input, ArgsList 
   if (has_residual()) residual = forks_before_norm() ? input.dequantized() : norm.y.tensor();
 
   FuserForwardResult result = fused_forward_result({}, num_basic_ops());
+  const kernels::ActivationSpec spec = activation_->spec();
+  const Target to_fc2 = {input_quantizer(args[fc2_.at]), rowwise};
   Tensor z;
+  Value a;
   {
     const LinearFwdArgs fwd = linear_args(fc1_, bias1_, norm.y, args);
-    z = BasicLinearImpl::forward(fwd);
+    if (runs_gated_forward(fwd, spec, to_fc2)) {
+      auto both = kernels::linear_gated_forward(fwd.x.tensor(), fwd.w.tensor(), spec);
+      z = std::move(both.z);
+      a = std::move(both.a);
+    } else {
+      z = BasicLinearImpl::forward(fwd);
+    }
     result.kept[fc1_.at] = keep(fwd, args[fc1_.at]);
   }
   norm.y = {};
   const bool keep_z = args[activation_.at].requires_grad.op || args[fc2_.at].requires_grad.param(0);
-  const kernels::ActivationSpec spec = activation_->spec();
-  const Target to_fc2 = {input_quantizer(args[fc2_.at]), rowwise};
-  Value a = to_fc2 || keep_z || kernels::is_gated(spec.kind)
-                ? activation_forward_to(z, spec, {}, to_fc2)
-                : Value(kernels::activation_forward_(z, spec));
+  if (!a.defined()) {
+    a = to_fc2 || keep_z || kernels::is_gated(spec.kind)
+            ? activation_forward_to(z, spec, {}, to_fc2)
+            : Value(kernels::activation_forward_(z, spec));
+  }
 
   LinearFwdArgs fwd = linear_args(fc2_, bias2_, a, args);
   a = {};
@@ -174,10 +186,15 @@ void DenseMLP::fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserFor
   ctxs[fc2_.at]->save_for_backward(std::move(saved));
 }
 
+// One orientation where the other can be made of it: that is done when z is gone.
 Target DenseMLP::grad_target(const OperationContext& ctx) const {
   const bool on = ctx.quantization != nullptr && !ctx.state.get_or("calibrating", false);
-  if (!on) return {};
-  return {ctx.quantization->backward_quantizer(0), fc1_->grad_output_usage(ctx.requires_grad)};
+  const Quantizer* quantizer = on ? ctx.quantization->backward_quantizer(0) : nullptr;
+  if (quantizer == nullptr) return {};
+  Usage usage = fc1_->grad_output_usage(ctx.requires_grad);
+  const bool can_be_turned = quantizer->is_native() && quantizer->format_tag().orientations_agree();
+  if (can_be_turned && usage.rowwise) usage.columnwise = false;
+  return {quantizer, usage};
 }
 
 FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_output,
@@ -198,27 +215,12 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
   }
   if (!needs(fc2_.at).op) return out;
 
-  const kernels::ActivationSpec spec = saved_spec(*ctxs[activation_.at], activation_->spec());
-  Value da;
-  {
-    const InputAgain again(*ctxs[fc2_.at], saved.saved_tensor(kScale2));
-    Value a;
-    if (needs(fc2_.at).param(0)) {
-      a = activation_forward_to(saved.saved_tensor(kZ), spec, {}, again.target());
-    }
-    LinearGrads grads = fc2_->backward(
-        fc2_->backward_args(*ctxs[fc2_.at], dy, a, saved.saved_value(kW2)), *ctxs[fc2_.at]);
-    out.grad_params[fc2_.at] = {std::move(grads.dw)};
-    da = std::move(grads.dx);
-  }
+  Tensor dz_bias;
+  Value dz = linear2_and_activation_backward(ctxs, dy, out, dz_bias);
   if (!needs(activation_.at).op) return out;
-
-  const bool need_dbias = bias1_ && needs(bias1_.at).param(0);
-  const Tensor& z = saved.saved_tensor(kZ);
-  ActivationGrads dz = activation_backward_to(prepare(da, z.scalar_type()), z, spec, {}, false,
-                                              need_dbias, grad_target(*ctxs[fc1_.at]));
-  da = {};
-  if (need_dbias) out.grad_params[bias1_.at] = {bias1_->cast_grad(*ctxs[bias1_.at], dz.dbias)};
+  if (dz_bias.defined()) {
+    out.grad_params[bias1_.at] = {bias1_->cast_grad(*ctxs[bias1_.at], dz_bias)};
+  }
   if (!needs(fc1_.at).op) return out;
 
   Tensor dh;
@@ -234,10 +236,11 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
                        ctx.state.get<at::ScalarType>("input_dtype"));
       h = quantize_to(h, again.target(), ctx.state.get<at::ScalarType>("dtype"));
     }
-    LinearBwdArgs args = fc1_->backward_args(ctx, dz.dx, h, saved.saved_value(kW1));
+    LinearBwdArgs args = fc1_->backward_args(ctx, std::exchange(dz, {}), std::exchange(h, {}),
+                                             saved.saved_value(kW1));
     const bool add_in_gemm = forks_after_norm() && args.input_dtype == args.compute_dtype;
     if (add_in_gemm) args.add = dresidual;
-    LinearGrads grads = fc1_->backward(args, ctx);
+    LinearGrads grads = fc1_->backward(std::move(args), ctx);
     out.grad_params[fc1_.at] = {std::move(grads.dw)};
     dh = std::move(grads.dx);
     if (dh.defined() && forks_after_norm() && !add_in_gemm) dh = sum(dh, dresidual);
@@ -252,6 +255,59 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
   out.grad_params[norm_.at] = std::move(grads.grad_params);
   out.grad_input = std::move(grads.grad_input);
   return out;
+}
+
+// At most z and one tensor of the activation's output are held at a time. In high precision the
+// gradient of that output comes first: one pass reads it and z, and writes the activation's output
+// over the one and its gradient over the other.
+Value DenseMLP::linear2_and_activation_backward(CtxList ctxs, const Value& dy,
+                                                FuserBackwardResult& out, Tensor& dbias) {
+  OperationContext& ctx = *ctxs[fc2_.at];
+  const GradFlags& needs_activation = ctxs[activation_.at]->requires_grad;
+  const bool need_dw = ctx.requires_grad.param(0);
+  const bool need_dbias = bias1_ && ctxs[bias1_.at]->requires_grad.param(0);
+  const kernels::ActivationSpec spec = saved_spec(*ctxs[activation_.at], activation_->spec());
+  const Target dz_target = grad_target(*ctxs[fc1_.at]);
+  const InputAgain again(ctx, ctx.saved_tensor(kScale2));
+  const bool one_pass = need_dw && needs_activation.op && !again.quantizer && !dz_target;
+  Value a;
+  if (need_dw && !one_pass) {
+    a = activation_forward_to(ctx.saved_tensor(kZ), spec, {}, again.target());
+  }
+  LinearBwdArgs args = fc2_->backward_args(ctx, dy, std::exchange(a, {}), ctx.saved_value(kW2));
+  LinearBwdArgs of_weight;
+  if (one_pass && !need_dbias && runs_gated_backward(args, ctx.saved_value(kZ), spec)) {
+    const TakenValue z = ctx.take_saved(kZ);
+    kernels::GatedBackward both = kernels::linear_gated_backward(
+        args.dy.tensor(), args.w.tensor(), z.value.tensor(), spec, true, z.may_overwrite);
+    args.x = std::move(both.a);
+    args.input_requires_grad = false;
+    out.grad_params[fc2_.at] = {fc2_->backward(std::move(args), ctx).dw};
+    return std::move(both.dz);
+  }
+  if (one_pass) {
+    of_weight = args;
+    of_weight.input_requires_grad = false;
+    args.weight_requires_grad = false;
+  }
+  LinearGrads grads = fc2_->backward(std::move(args), ctx);
+  out.grad_params[fc2_.at] = {std::move(grads.dw)};
+  if (!needs_activation.op) return {};
+
+  const TakenValue z = ctx.take_saved(kZ);
+  const Tensor da = prepare(grads.dx, z.value.dtype());
+  if (!one_pass) {
+    ActivationGrads dz = activation_backward_to(da, z.value.tensor(), spec, {}, false, need_dbias,
+                                                dz_target, z.may_overwrite);
+    dbias = std::move(dz.dbias);
+    return std::move(dz.dx);
+  }
+  kernels::ActivationRecompute both = kernels::activation_recompute(
+      da, z.value.tensor(), spec, need_dbias, /*over_dy=*/true, z.may_overwrite);
+  dbias = std::move(both.dbias);
+  of_weight.x = prepare(std::move(both.y), of_weight.compute_dtype);
+  out.grad_params[fc2_.at] = {fc2_->backward(std::move(of_weight), ctx).dw};
+  return std::move(both.dx);
 }
 
 namespace {

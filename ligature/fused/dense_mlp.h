@@ -21,6 +21,7 @@ class DenseMLP : public FusedOperation {
                               ArgsList args) override;
   FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
                                      GradList grad_extra_outputs) override;
+  bool takes_saved() const override { return true; }
   bool handles_internal_channels() const override { return true; }
 
  private:
@@ -39,6 +40,10 @@ class DenseMLP : public FusedOperation {
   /// Of forward alone: the input's orientation for backward is made again there.
   LinearFwdArgs linear_args(const Part<BasicLinearImpl>& linear, const Part<BiasImpl>& bias,
                             const Value& x, ArgsList args) const;
+  /// Puts the second weight's gradient into `out` and gives the gradient of the first linear's
+  /// output, and in `dbias` that of its bias where it is needed.
+  Value linear2_and_activation_backward(CtxList ctxs, const Value& dy, FuserBackwardResult& out,
+                                        Tensor& dbias);
   /// The format of the gradient of the first linear's output.
   Target grad_target(const OperationContext& ctx) const;
 

@@ -1,6 +1,7 @@
 #include "ligature/fused/forward_linear_bias_activation.h"
 
 #include "ligature/fused/pieces.h"
+#include "ligature/kernels/gated_linear.h"
 
 namespace ligature {
 
@@ -13,21 +14,25 @@ ForwardLinearBiasActivation::ForwardLinearBiasActivation(const OpList& ops)
 FuserForwardResult ForwardLinearBiasActivation::fuser_forward_compute(const Value& input,
                                                                       ArgsList args) {
   const LinearFwdArgs fwd = linear_bias_args(linear_, bias_, input, args[0], &args[1]);
-  Tensor z = BasicLinearImpl::forward(fwd);
-  Kept kept = BasicLinearImpl::kept(fwd, args[0]);
   FuserForwardResult result = fused_forward_result({}, num_basic_ops());
-  result.kept[0] = std::move(kept);
+  result.kept[0] = BasicLinearImpl::kept(fwd, args[0]);
   if (activation_ == nullptr) {
-    result.output = std::move(z);
+    result.output = BasicLinearImpl::forward(fwd);
     return result;
   }
   const kernels::ActivationSpec spec = activation_->spec();
   const Target target = args.back().output_target();
   const bool keep_z = args.back().requires_grad.op;
-  if (target || keep_z || kernels::is_gated(spec.kind)) {
-    result.output = activation_forward_to(z, spec, {}, target);
+  Tensor z;
+  if (runs_gated_forward(fwd, spec, target)) {
+    auto both = kernels::linear_gated_forward(fwd.x.tensor(), fwd.w.tensor(), spec);
+    z = std::move(both.z);
+    result.output = std::move(both.a);
   } else {
-    result.output = kernels::activation_forward_(z, spec);
+    z = BasicLinearImpl::forward(fwd);
+    result.output = target || keep_z || kernels::is_gated(spec.kind)
+                        ? activation_forward_to(z, spec, {}, target)
+                        : Value(kernels::activation_forward_(z, spec));
   }
   if (keep_z) {
     result.kept.back() = activation_->kept(z, args.back());

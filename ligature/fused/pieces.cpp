@@ -1,5 +1,6 @@
 #include "ligature/fused/pieces.h"
 
+#include "ligature/kernels/gated_linear.h"
 #include "ligature/ops/prepare.h"
 
 namespace ligature {
@@ -32,6 +33,21 @@ LinearFwdArgs linear_bias_args(const BasicLinearImpl& linear, const BiasImpl* bi
   LinearFwdArgs fwd = linear.forward_args(input, linear_args);
   if (bias != nullptr) fwd.bias = prepare(bias_args->params[0], fwd.dtype);
   return fwd;
+}
+
+bool runs_gated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
+                        const Target& target) {
+  return !target && !fwd.x.is_quantized() && !fwd.w.is_quantized() && !fwd.bias.defined() &&
+         !fwd.add.defined() && fwd.alpha == 1.0 &&
+         kernels::runs_gated_linear(fwd.x.tensor(), fwd.w.tensor(), spec, false);
+}
+
+bool runs_gated_backward(const LinearBwdArgs& args, const Value& z,
+                         const kernels::ActivationSpec& spec) {
+  return args.input_requires_grad && !args.is_quantized() && !args.add.defined() &&
+         args.alpha == 1.0 && args.input_dtype == args.compute_dtype && !z.is_quantized() &&
+         z.dtype() == args.compute_dtype &&
+         kernels::runs_gated_linear(args.dy.tensor(), args.w.tensor(), spec, true);
 }
 
 Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const Tensor& extra,

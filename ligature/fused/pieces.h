@@ -2,6 +2,7 @@
 // operations it covers, and a GEMM that adds what it is given.
 #pragma once
 
+#include "ligature/ops/activation.h"
 #include "ligature/ops/add_extra_input.h"
 #include "ligature/ops/basic_linear.h"
 #include "ligature/ops/bias.h"
@@ -20,6 +21,15 @@ void save_basic_op(BasicOperation& op, OperationContext& ctx, const Value& input
 LinearFwdArgs linear_bias_args(const BasicLinearImpl& linear, const BiasImpl* bias,
                                const Value& input, const OpArgs& linear_args,
                                const OpArgs* bias_args);
+
+/// Is there one kernel for the linear of `fwd` and the activation after it?
+bool runs_gated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
+                        const Target& target);
+
+/// Is there one kernel for the input's gradient of a linear and the gradient of the activation
+/// before it, whose input was `z`?
+bool runs_gated_backward(const LinearBwdArgs& args, const Value& z,
+                         const kernels::ActivationSpec& spec);
 
 /// The linear of `fwd`, then `add` with `extra`: in one GEMM where the result is the same as that
 /// of the two one after the other.

@@ -76,8 +76,10 @@ std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key, const R
     }
     if (last_plan_ != found->plan) {
       last_plan_ = found->plan;
-      // Its operations know again which recipe they used last.
-      for (const auto& op : basic_ops_) op->quantization(recipe, key.device);
+      // Its operations know again which recipe they used last, and where.
+      for (const auto& op : basic_ops_) {
+        if (const auto state = op->quantization(recipe, key.device)) state->move_to(key.device);
+      }
     }
   }
   return found->plan;

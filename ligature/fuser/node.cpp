@@ -17,7 +17,7 @@ namespace ligature {
 using torch::autograd::variable_list;
 
 size_t FuserNode::save_tensor(const Tensor& tensor, const std::vector<Tensor>& outputs, size_t op) {
-  const void* identity = tensor.unsafeGetTensorImpl();
+  const at::TensorImpl* identity = tensor.unsafeGetTensorImpl();
   for (size_t k = 0; k < saved_.size(); ++k) {
     if (saved_identity_[k] == identity) {
       last_user_[k] = std::min(last_user_[k], op);
@@ -66,7 +66,22 @@ void FuserNode::save(const std::vector<Tensor>& outputs, const std::vector<uint3
     }
     ctx.save_for_backward({});
   }
+  note_internal();
   saved_identity_.clear();
+}
+
+// Whatever the caller can see, or what travels on a channel, is held by somebody else as long as
+// the call is under way; memory from outside of torch cannot be resized. A tensor that hooks packed
+// is the hooks' business.
+void FuserNode::note_internal() {
+  internal_.resize(saved_.size());
+  for (size_t k = 0; k < saved_.size(); ++k) {
+    const at::TensorImpl* tensor = saved_identity_[k];
+    if (tensor == nullptr || saved_[k].has_hooks() || !tensor->has_storage()) continue;
+    const at::Storage& storage = tensor->unsafe_storage();
+    internal_[k] = c10::raw::intrusive_ptr::use_count(const_cast<at::TensorImpl*>(tensor)) == 1 &&
+                   storage.use_count() == 1 && storage.resizable();
+  }
 }
 
 void FuserNode::remember_extra_outputs(const std::vector<std::vector<Tensor>>& extra_outputs) {
@@ -79,6 +94,21 @@ void FuserNode::remember_extra_outputs(const std::vector<std::vector<Tensor>>& e
 void FuserNode::release_variables() {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto& variable : saved_) variable.reset_data();
+}
+
+bool FuserNode::let_go(const OperationContext& ctx, size_t i, bool& internal) {
+  const size_t op = &ctx - contexts_->all.data();
+  const Slot& slot = slots_[op][i];
+  if (keep_graph_ || slot.first == Wiring::kNone) return false;
+  internal = slot.shell == nullptr && internal_[slot.first];
+  for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
+    if (last_user_[k] < op) return false;
+  }
+  for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
+    unpacked_[k].reset();
+    saved_[k].reset_data();
+  }
+  return true;
 }
 
 void FuserNode::unpack(size_t op) {
@@ -111,7 +141,7 @@ void FuserNode::used(size_t first, size_t end) {
   }
 }
 
-variable_list FuserNode::backward(const variable_list& grads) {
+variable_list FuserNode::backward(variable_list& grads) {
   const Plan& plan = *plan_;
   const BackwardNeed need = BackwardNeed::of(plan, *contexts_, param_offsets_, [this](size_t edge) {
     return task_should_compute_output(edge);
@@ -120,9 +150,9 @@ variable_list FuserNode::backward(const variable_list& grads) {
   std::vector<Tensor> caller_grads(plan.wiring->caller_outputs.size());
   for (size_t k = 0; k < outputs_.size(); ++k) {
     if (outputs_[k] != kMainOutput) {
-      caller_grads[outputs_[k]] = grads[k];
+      caller_grads[outputs_[k]] = std::move(grads[k]);
     } else {
-      dy = grads[k].defined() ? grads[k] : input_metadata(k).zeros_like();
+      dy = grads[k].defined() ? std::move(grads[k]) : input_metadata(k).zeros_like();
     }
   }
   std::shared_ptr<DelayedSession> session;
@@ -136,28 +166,40 @@ variable_list FuserNode::backward(const variable_list& grads) {
     std::vector<Tensor>& unpacked;
     ~Clear() { unpacked.clear(); }
   } clear{unpacked_};
-  return run_backward({plan, *contexts_, param_offsets_, extra_outputs_, *this, trace_}, need,
+  return run_backward({plan, *contexts_, param_offsets_, extra_outputs_, *this, this, trace_}, need,
                       std::move(dy), std::move(caller_grads));
 }
 
 namespace {
 
+bool has_memory(const Tensor& t) {
+  return t.defined() && quantized_of(t) == nullptr && t.has_storage();
+}
+
+/// A tensor and its memory, to be known again: their memory is given back as if this were not, but
+/// their addresses are not used again.
+struct Identity {
+  c10::weak_intrusive_ptr<at::TensorImpl> tensor;
+  c10::weak_intrusive_ptr<at::StorageImpl> storage;
+
+  explicit Identity(const Tensor& t)
+      : tensor(t.getIntrusivePtr()), storage(t.storage().getWeakStorageImpl()) {}
+};
+
 /// Gradients in the same memory as another tensor become copies: what autograd takes over as the
 /// gradient of a leaf, it adds to in place. One and the same tensor is seen by its reference count.
-void unshare(variable_list& result, const variable_list& grads) {
-  const auto shares = [](const Tensor& a, const Tensor& b) {
-    return b.defined() && !a.is_same(b) && quantized_of(b) == nullptr && b.has_storage() &&
-           a.is_alias_of(b);
-  };
+void unshare(variable_list& result, const std::vector<Identity>& grads) {
   for (Tensor& grad : result) {
-    if (!grad.defined() || quantized_of(grad) != nullptr || !grad.has_storage() ||
-        grad.storage().use_count() == 1)
-      continue;
-    const auto with = [&](const Tensor& other) { return shares(grad, other); };
-    if (std::any_of(grads.begin(), grads.end(), with) ||
-        std::any_of(result.begin(), result.end(), with)) {
-      grad = grad.clone();
-    }
+    if (!has_memory(grad) || grad.storage().use_count() == 1) continue;
+    const auto* storage = grad.storage().unsafeGetStorageImpl();
+    const bool with_given = std::any_of(grads.begin(), grads.end(), [&](const Identity& other) {
+      return other.storage._unsafe_get_target() == storage &&
+             other.tensor._unsafe_get_target() != grad.unsafeGetTensorImpl();
+    });
+    const bool with_result = std::any_of(result.begin(), result.end(), [&](const Tensor& other) {
+      return has_memory(other) && !other.is_same(grad) && other.is_alias_of(grad);
+    });
+    if (with_given || with_result) grad = grad.clone();
   }
 }
 
@@ -165,22 +207,31 @@ void unshare(variable_list& result, const variable_list& grads) {
 
 variable_list FuserNode::apply(variable_list&& grads) {
   std::lock_guard<std::mutex> lock(mutex_);
+  const bool create_graph = at::GradMode::is_enabled();
+  std::vector<Identity> identities;
+  identities.reserve(grads.size());
+  for (const Tensor& grad : grads) {
+    if (has_memory(grad)) identities.emplace_back(grad);
+  }
+  torch::autograd::edge_list edges;
+  if (create_graph) {
+    edges = next_edges();
+    for (const Tensor& grad : grads) {
+      if (grad.defined() && grad.requires_grad()) {
+        edges.push_back(torch::autograd::impl::gradient_edge(grad));
+      }
+    }
+  }
   variable_list result;
   {
     at::NoGradGuard no_grad;
     result = backward(grads);
-    unshare(result, grads);
+    unshare(result, identities);
   }
-  if (!at::GradMode::is_enabled()) return result;
+  if (!create_graph) return result;
 
   // A graph of this backward is asked for, and there is none: whatever would flow through it, back
   // to the gradients given or to the inputs of forward, runs into an error.
-  torch::autograd::edge_list edges = next_edges();
-  for (const Tensor& grad : grads) {
-    if (grad.defined() && grad.requires_grad()) {
-      edges.push_back(torch::autograd::impl::gradient_edge(grad));
-    }
-  }
   auto refuse = make_node<torch::autograd::Error>(
       "trying to differentiate twice a function that was marked with @once_differentiable",
       std::move(edges));

@@ -15,7 +15,7 @@
 
 namespace ligature {
 
-class FuserNode : public torch::autograd::Node, private SavedValues {
+class FuserNode : public torch::autograd::Node, private SavedValues, private SavedOwner {
  public:
   FuserNode(std::shared_ptr<const Plan> plan, std::shared_ptr<Contexts> contexts,
             std::vector<size_t> param_offsets, AutocastState autocast,
@@ -52,10 +52,12 @@ class FuserNode : public torch::autograd::Node, private SavedValues {
     size_t count = 0;
   };
 
-  torch::autograd::variable_list backward(const torch::autograd::variable_list& grads);
+  torch::autograd::variable_list backward(torch::autograd::variable_list& grads);
   void unpack(size_t op) override;
   void used(size_t first, size_t end) override;
   size_t save_tensor(const Tensor& tensor, const std::vector<Tensor>& outputs, size_t op);
+  void note_internal();
+  bool let_go(const OperationContext& ctx, size_t i, bool& internal) override;
 
   std::shared_ptr<const Plan> plan_;
   std::shared_ptr<Contexts> contexts_;
@@ -66,11 +68,12 @@ class FuserNode : public torch::autograd::Node, private SavedValues {
   std::vector<size_t> outputs_;
   std::vector<std::vector<ValueMeta>> extra_outputs_;
   std::vector<torch::autograd::SavedVariable> saved_;
-  std::vector<Tensor> unpacked_;             // of them, only while backward runs
-  bool keep_graph_ = true;                   // likewise
-  std::vector<const void*> saved_identity_;  // only while saving
-  std::vector<size_t> last_user_;            // the operation after whose backward it is not needed
-  std::vector<std::vector<Slot>> slots_;     // [operation][saved value]
+  std::vector<Tensor> unpacked_;  // of them, only while backward runs
+  bool keep_graph_ = true;        // likewise
+  std::vector<bool> internal_;    // whether only operations of the call have seen it
+  std::vector<const at::TensorImpl*> saved_identity_;  // only while saving
+  std::vector<size_t> last_user_;         // the operation after whose backward it is not needed
+  std::vector<std::vector<Slot>> slots_;  // [operation][saved value]
 };
 
 }  // namespace ligature

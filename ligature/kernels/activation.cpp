@@ -5,6 +5,7 @@
 #include "ligature/backend/aten/activation.h"
 #include "ligature/backend/cpu/activation.h"
 #include "ligature/backend/cuda/activation.h"
+#include "ligature/backend/cuda/activation_recompute.h"
 #include "ligature/backend/dispatch.h"
 #include "ligature/backend/shapes/kernels.h"
 #include "ligature/check.h"
@@ -94,11 +95,21 @@ Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
 
 ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        const ActivationSpec& spec, const Tensor& scales,
-                                       bool need_dscales, bool need_dbias) {
+                                       bool need_dscales, bool need_dbias, bool over_x) {
   const KernelScope scope("activation_backward", x);
   check_activation_gradient(dy, x, spec, scales, need_dscales);
   if (x.is_meta()) return shapes::activation_backward(x, scales, need_dscales, need_dbias);
-  return LIGATURE_DISPATCH(x, activation_backward, dy, x, spec, scales, need_dscales, need_dbias);
+  return LIGATURE_DISPATCH(x, activation_backward, dy, x, spec, scales, need_dscales, need_dbias,
+                           over_x);
+}
+
+ActivationRecompute activation_recompute(const Tensor& dy, const Tensor& x,
+                                         const ActivationSpec& spec, bool need_dbias, bool over_dy,
+                                         bool over_x) {
+  const KernelScope scope("activation_recompute", x);
+  check_activation_gradient(dy, x, spec, {}, false);
+  if (x.is_meta()) return shapes::activation_recompute(x, spec, need_dbias);
+  return LIGATURE_DISPATCH(x, activation_recompute, dy, x, spec, need_dbias, over_dy, over_x);
 }
 
 }  // namespace ligature::kernels

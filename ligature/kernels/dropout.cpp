@@ -1,5 +1,5 @@
 // p = 1 and empty inputs are handled here: torch gives NaN for dropped infinities at p = 1, and a
-// mask of the wrong dtype for empty inputs.
+// mask of the wrong dtype for empty inputs. What the CUDA backend does not serve is torch's.
 #include "ligature/kernels/dropout.h"
 
 #include <ATen/ops/empty_like.h>
@@ -9,6 +9,8 @@
 
 #include <utility>
 
+#include "ligature/backend/cuda/dropout.h"
+#include "ligature/backend/cuda/runs.h"
 #include "ligature/check.h"
 #include "ligature/kernels/log.h"
 
@@ -19,30 +21,40 @@ void check_probability(const char* op, double p) {
   LIGATURE_CHECK(p >= 0.0 && p <= 1.0, "[", op, "] wanted p in [0, 1], got ", p);
 }
 
+/// Is there a kernel of our own for it, or for what a tensor without memory stands for?
+bool is_own(const Tensor& x, double p) {
+  return p < 1.0 && x.numel() > 0 && device_behind(x) == at::kCUDA &&
+         cuda::computes_in(x.scalar_type());
+}
+
 }  // namespace
 
 DropoutForward dropout_forward(const Tensor& x, double p) {
-  KernelScope scope("dropout_forward", "aten");
+  const bool own = is_own(x, p);
+  KernelScope scope("dropout_forward", own ? "cuda" : "aten");
   check_probability("dropout_forward", p);
   if (p == 1.0 || x.numel() == 0) {
     return {at::zeros_like(x), at::zeros_like(x, x.options().dtype(at::kBool))};
   }
   if (x.is_meta()) {
-    scope.stands_for("aten::native_dropout");
+    if (!own) scope.stands_for("aten::native_dropout");
     return {at::empty_like(x), at::empty_like(x, x.options().dtype(at::kBool))};
   }
+  if (own) return cuda::dropout_forward(x, p);
   auto [y, mask] = at::native_dropout(x, p, true);
   return {std::move(y), std::move(mask)};
 }
 
 Tensor dropout_backward(const Tensor& dy, const Tensor& mask, double p) {
-  KernelScope scope("dropout_backward", "aten");
+  const bool own = is_own(dy, p);
+  KernelScope scope("dropout_backward", own ? "cuda" : "aten");
   check_probability("dropout_backward", p);
   if (p == 1.0) return at::zeros_like(dy);
   if (dy.is_meta()) {
-    scope.stands_for("aten::native_dropout_backward");
+    if (!own) scope.stands_for("aten::native_dropout_backward");
     return at::empty_like(dy);
   }
+  if (own) return cuda::dropout_backward(dy, mask, p);
   return at::native_dropout_backward(dy, mask, 1.0 / (1.0 - p));
 }
 

@@ -1,4 +1,5 @@
-// Dropout on torch's own kernels and random generator, so seeds mean what they mean in torch.
+// Dropout. The random numbers are those of torch's generator of the device, so that seeds, saved
+// states and graph capture mean what they mean in torch; on the CPU the kernels are torch's too.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -80,9 +80,8 @@ void check_matrix(const char* op, const QuantizedMatrix& q, const Format& format
   const int64_t bytes = format.element == Element::E2M1 ? blocks_of(columns, 2) : columns;
   LIGATURE_CHECK(columns >= 0 && q.data.size(1) == bytes, "[", op, "] data must have ", bytes,
                  " bytes in a row of ", columns, " values, got ", q.data.size(1));
-  LIGATURE_CHECK(q.data.is_contiguous() && q.scale.is_contiguous(), "[", op,
-                 "] data and scale must be contiguous, got strides ", q.data.strides(), " and ",
-                 q.scale.strides());
+  LIGATURE_CHECK(q.data.is_contiguous(), "[", op, "] data must be contiguous, got strides ",
+                 q.data.strides());
   LIGATURE_CHECK(q.scale.device() == q.data.device(), "[", op, "] scale must be on ",
                  q.data.device(), ", got ", q.scale.device());
   const bool floats = format.per_tensor() || format.scaling == Scaling::Block;
@@ -104,6 +103,12 @@ void check_matrix(const char* op, const QuantizedMatrix& q, const Format& format
                      q.amax.numel() == (format.row_scaled ? rows : 1),
                  "[", op, "] amax must be ", format.row_scaled ? "a float per row" : "one float",
                  ", got ", q.amax.defined() ? "another" : "none");
+}
+
+/// As the CPU backend reads it. A GPU writes the scales of lines of 128 column after column, as its
+/// products want them, and they may have come from there.
+QuantizedMatrix with_rows_of_scales(const QuantizedMatrix& q) {
+  return {q.data, q.scale.contiguous(), q.amax};
 }
 
 Tensor decoded(const char* op, const QuantizedMatrix& q, int64_t columns, at::ScalarType dtype,
@@ -145,7 +150,7 @@ Tensor dequantize(const QuantizedMatrix& q, const Format& format, int64_t column
   const KernelScope scope("dequantize");
   check_matrix("dequantize", q, format, columns);
   Tensor out = decoded("dequantize", q, columns, dtype, false);
-  if (out.is_cpu()) cpu::dequantize(out, q, format);
+  if (out.is_cpu()) cpu::dequantize(out, with_rows_of_scales(q), format);
   if (out.is_cuda()) cuda::dequantize(out, q, format);
   return out;
 }
@@ -155,7 +160,7 @@ Tensor expand(const QuantizedMatrix& q, const Format& format, int64_t columns,
   const KernelScope scope("expand");
   check_matrix("expand", q, format, columns);
   Tensor out = decoded("expand", q, columns, dtype, true);
-  if (out.is_cpu()) cpu::expand(out, q, format);
+  if (out.is_cpu()) cpu::expand(out, with_rows_of_scales(q), format);
   if (out.is_cuda()) cuda::expand(out, q, format);
   return out;
 }
@@ -166,7 +171,8 @@ QuantizedMatrix transpose(const QuantizedMatrix& q, const Format& format, int64_
   LIGATURE_CHECK(format.orientations_agree(), "[transpose] wanted a format whose orientations are ",
                  "each other's transpose, got ", format.name());
   if (q.data.is_meta()) return shapes::transpose(q, format, columns);
-  return q.data.is_cpu() ? cpu::transpose(q, format, columns) : cuda::transpose(q, format, columns);
+  return q.data.is_cpu() ? cpu::transpose(with_rows_of_scales(q), format, columns)
+                         : cuda::transpose(q, format, columns);
 }
 
 Tensor hadamard(const Tensor& x, bool inverse) {

@@ -8,6 +8,7 @@
 //           Block       float [rows, ceil(columns / 128)], or [ceil(rows / 128), ...] with block_2d
 //           MX          uint8 (E8M0) [rows, ceil(columns / 32)], or [ceil(rows / 32), ...]
 //           NV          uint8 (E4M3) [rows, ceil(columns / 16)], or [ceil(rows / 16), ...]
+//           On a GPU those of 1x128 blocks lie column after column, as its products read them.
 //   amax    NV only: float [1] (or [rows] with row_scaled), of what was quantized; the factor above
 //           the blocks is amax / (6 * 448), or amax / (6 * 256) with four_over_six
 //

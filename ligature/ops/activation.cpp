@@ -133,10 +133,12 @@ Value activation_forward_to(const Tensor& x, const kernels::ActivationSpec& spec
 
 ActivationGrads activation_backward_to(const Tensor& dy, const Tensor& x,
                                        const kernels::ActivationSpec& spec, const Tensor& scales,
-                                       bool need_dscales, bool need_dbias, const Target& target) {
+                                       bool need_dscales, bool need_dbias, const Target& target,
+                                       bool over_x) {
   const Target to = target.from(x.scalar_type());
   if (!to) {
-    auto grads = kernels::activation_backward(dy, x, spec, scales, need_dscales, need_dbias);
+    auto grads =
+        kernels::activation_backward(dy, x, spec, scales, need_dscales, need_dbias, over_x);
     return {std::move(grads.dx), std::move(grads.dscales), std::move(grads.dbias)};
   }
   auto grads = kernels::activation_backward_quantize(dy, x, spec, scales, need_dscales, need_dbias,
@@ -167,15 +169,25 @@ void ActivationOperation::op_forward_save_ctx(OperationContext& ctx, const Value
   if (args.autocast_dtype) ctx.state.set("dtype", compute_dtype(input, args));
 }
 
-ActivationGrads ActivationOperation::backward(const OperationContext& ctx, const Value& grad_output,
+ActivationGrads ActivationOperation::backward(OperationContext& ctx, const Value& grad_output,
                                               bool need_dbias, const Target& target) const {
-  const Value& input = ctx.saved_value(0);
-  const at::ScalarType dtype = ctx.state.get_or("dtype", input.dtype());
-  const bool same = dtype == input.dtype();
-  ActivationGrads grads = activation_backward_to(prepare(grad_output, dtype), prepare(input, dtype),
-                                                 saved_spec(ctx, spec()), {}, false, need_dbias,
-                                                 same ? target : Target());
-  if (!same) grads.dx = cast(grads.dx.tensor(), input.dtype());
+  return activation_backward(ctx, grad_output, spec(), {}, false, need_dbias, target);
+}
+
+ActivationGrads activation_backward(OperationContext& ctx, const Value& grad_output,
+                                    const kernels::ActivationSpec& spec, const Tensor& scales,
+                                    bool need_dscales, bool need_dbias, const Target& target) {
+  TakenValue input = ctx.take_saved(0);
+  const at::ScalarType input_dtype = input.value.dtype();
+  const at::ScalarType dtype = ctx.state.get_or("dtype", input_dtype);
+  const bool same = dtype == input_dtype;
+  const Tensor x = prepare(input.value, dtype);
+  const bool copied = input.value.is_quantized() || !x.is_same(input.value.tensor());
+  input.value = {};
+  ActivationGrads grads = activation_backward_to(
+      prepare(grad_output, dtype), x, saved_spec(ctx, spec), scales, need_dscales, need_dbias,
+      same ? target : Target(), copied || input.may_overwrite);
+  if (!same) grads.dx = cast(grads.dx.tensor(), input_dtype);
   return grads;
 }
 

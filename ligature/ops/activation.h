@@ -42,7 +42,7 @@ class ActivationOperation : public BasicOperation {
     return caches_quantized_input() ? quantized_input(*this, x, args) : Kept();
   }
   /// `dbias`: the gradient of a bias added to the input. `target`: the format of dx.
-  ActivationGrads backward(const OperationContext& ctx, const Value& grad_output, bool need_dbias,
+  ActivationGrads backward(OperationContext& ctx, const Value& grad_output, bool need_dbias,
                            const Target& target) const;
 };
 
@@ -50,9 +50,15 @@ class ActivationOperation : public BasicOperation {
 /// one.
 Value activation_forward_to(const Tensor& x, const kernels::ActivationSpec& spec,
                             const Tensor& scales, const Target& target);
+/// `over_x`: dx may be written over x.
 ActivationGrads activation_backward_to(const Tensor& dy, const Tensor& x,
                                        const kernels::ActivationSpec& spec, const Tensor& scales,
-                                       bool need_dscales, bool need_dbias, const Target& target);
+                                       bool need_dscales, bool need_dbias, const Target& target,
+                                       bool over_x = false);
+/// With the input that was saved first, for the last time, and the options as they were saved.
+ActivationGrads activation_backward(OperationContext& ctx, const Value& grad_output,
+                                    const kernels::ActivationSpec& spec, const Tensor& scales,
+                                    bool need_dscales, bool need_dbias, const Target& target);
 
 /// What options say of an activation, kept for backward: they may be changed in between.
 void save_spec(OperationContext& ctx, const kernels::ActivationSpec& spec);

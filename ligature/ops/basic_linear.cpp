@@ -99,6 +99,7 @@ LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& ar
   }
   LIGATURE_CHECK_TYPE(out.dtype != at::kDouble, "[", label(),
                       "] low precision takes float32, bfloat16 or float16, got float64");
+  out.split = quantization->recipe->split_accumulation();
   out.x = quantize_to(input, {quantization->forward_quantizer(0), input_usage(args.requires_grad)},
                       out.dtype);
   const Target target{quantization->forward_quantizer(1), {true, args.requires_grad.input}};
@@ -126,8 +127,9 @@ void BasicLinearImpl::calibrate(const Value& input, const Value& weight, const O
 
 Tensor BasicLinearImpl::forward(const LinearFwdArgs& args) {
   if (args.x.is_quantized() || args.w.is_quantized()) {
-    Tensor y =
-        quantized_linear_forward(args.x, args.w, {args.dtype, args.bias, args.add, args.alpha});
+    Tensor y = quantized_linear_forward(
+        args.x, args.w,
+        {args.dtype, args.bias, args.add, args.alpha, accumulation(args.split.forward)});
     if (!args.add_in_place) return y;
     Tensor sum = args.add;
     return sum.copy_(y);
@@ -188,9 +190,9 @@ void BasicLinearImpl::save_ctx(OperationContext& ctx, const Value& x, at::Scalar
   }
 }
 
-LinearBwdArgs BasicLinearImpl::backward_args(const OperationContext& ctx,
+LinearBwdArgs BasicLinearImpl::backward_args(OperationContext& ctx,
                                              const Value& grad_output) const {
-  return backward_args(ctx, grad_output, ctx.saved_value(0), ctx.saved_value(1));
+  return backward_args(ctx, grad_output, ctx.take_saved(0).value, ctx.saved_value(1));
 }
 
 LinearBwdArgs BasicLinearImpl::backward_args(const OperationContext& ctx, const Value& grad_output,
@@ -201,6 +203,7 @@ LinearBwdArgs BasicLinearImpl::backward_args(const OperationContext& ctx, const 
   out.weight_dtype = ctx.state.get_or("weight_dtype", out.compute_dtype);
   out.input_requires_grad = ctx.requires_grad.input;
   out.weight_requires_grad = ctx.requires_grad.param(0);
+  if (ctx.quantization != nullptr) out.split = ctx.quantization->recipe->split_accumulation();
   const bool calibrating = ctx.state.get_or("calibrating", false);
   const Quantizer* quantizer =
       ctx.quantization != nullptr ? ctx.quantization->backward_quantizer(0) : nullptr;
@@ -216,31 +219,37 @@ LinearBwdArgs BasicLinearImpl::backward_args(const OperationContext& ctx, const 
     if (quantizer != nullptr) quantizer->calibrate(prepare(grad_output));
     out.dy = as_operand(grad_output);
   }
-  if (out.weight_requires_grad) out.x = as_operand(x);
+  if (out.weight_requires_grad && x.defined()) out.x = as_operand(x);
   if (out.input_requires_grad) out.w = as_operand(w);
   return out;
 }
 
-LinearGrads BasicLinearImpl::backward(const LinearBwdArgs& args, const OperationContext& ctx) {
+LinearGrads BasicLinearImpl::backward(LinearBwdArgs args, const OperationContext& ctx) {
   LinearGrads grads;
-  if (args.input_requires_grad) {
-    const Tensor add = args.add.defined() ? prepare(args.add, args.compute_dtype) : Tensor();
-    const Tensor dx =
-        args.is_quantized()
-            ? quantized_linear_input_grad(args.dy, args.w,
-                                          {args.compute_dtype, {}, add, args.alpha})
-            : kernels::linear_input_grad(args.dy.tensor(), args.w.tensor(), add, args.alpha);
-    grads.dx = cast(dx, args.input_dtype);
-  }
-  if (!args.weight_requires_grad) return grads;
+  const bool quantized = args.is_quantized();
+  if (args.weight_requires_grad) grads.dw = weight_grad(args, ctx);
+  args.x = {};
+  if (!args.input_requires_grad) return grads;
+  const Tensor add = args.add.defined() ? prepare(args.add, args.compute_dtype) : Tensor();
+  const Tensor dx =
+      quantized
+          ? quantized_linear_input_grad(
+                args.dy, args.w,
+                {args.compute_dtype, {}, add, args.alpha, accumulation(args.split.input_grad)})
+          : kernels::linear_input_grad(args.dy.tensor(), args.w.tensor(), add, args.alpha);
+  grads.dx = cast(dx, args.input_dtype);
+  return grads;
+}
+
+Tensor BasicLinearImpl::weight_grad(const LinearBwdArgs& args, const OperationContext& ctx) {
+  const ProductArgs weight_product{
+      args.compute_dtype, {}, {}, args.alpha, accumulation(args.split.weight_grad)};
   if (!options.accumulate_into_main_grad) {
     const Tensor dw =
         args.is_quantized()
-            ? quantized_linear_weight_grad(args.dy, args.x,
-                                           {args.compute_dtype, {}, {}, args.alpha})
+            ? quantized_linear_weight_grad(args.dy, args.x, weight_product)
             : kernels::linear_weight_grad(args.dy.tensor(), args.x.tensor(), args.alpha);
-    grads.dw = cast(dw, args.weight_dtype);
-    return grads;
+    return cast(dw, args.weight_dtype);
   }
   const Tensor& weight =
       ctx.parameter_references.empty() ? this->weight() : ctx.parameter_references[0];
@@ -257,13 +266,12 @@ LinearGrads BasicLinearImpl::backward(const LinearBwdArgs& args, const Operation
                  sizes_string(main.buffer.sizes()));
   if (args.is_quantized()) {
     quantized_linear_weight_grad_into(main.buffer, args.dy, args.x, !main.overwrite,
-                                      {args.compute_dtype, {}, {}, args.alpha});
+                                      weight_product);
   } else {
     kernels::linear_weight_grad_into(main.buffer, args.dy.tensor(), args.x.tensor(),
                                      !main.overwrite, args.alpha);
   }
-  if (main.return_placeholder) grads.dw = at::zeros(weight.sizes(), weight.options());
-  return grads;
+  return main.return_placeholder ? at::zeros(weight.sizes(), weight.options()) : Tensor();
 }
 
 OpBackwardResult BasicLinearImpl::op_backward(OperationContext& ctx, const Value& grad_output) {

@@ -24,6 +24,7 @@ struct LinearFwdArgs {
   Tensor add;                         ///< optional: added to the result ...
   bool add_in_place = false;          ///< ... and overwritten by it
   double alpha = 1.0;                 ///< factor of x W^T
+  SplitAccumulation split;            ///< as the recipe has it
 };
 
 struct LinearBwdArgs {
@@ -37,6 +38,7 @@ struct LinearBwdArgs {
   at::ScalarType input_dtype = at::kFloat;
   at::ScalarType weight_dtype = at::kFloat;
   at::ScalarType compute_dtype = at::kFloat;
+  SplitAccumulation split;
 
   bool is_quantized() const { return dy.is_quantized() || x.is_quantized() || w.is_quantized(); }
 };
@@ -96,11 +98,14 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
   /// `kept` has quantized operands, it saves those.
   void save_ctx(OperationContext& ctx, const Value& x, at::ScalarType input_dtype, Kept& kept,
                 const OpArgs& args) const;
-  LinearBwdArgs backward_args(const OperationContext& ctx, const Value& grad_output) const;
-  /// With the operands given instead of saved; either is used only where it is needed.
+  /// Takes the saved input.
+  LinearBwdArgs backward_args(OperationContext& ctx, const Value& grad_output) const;
+  /// With the operands given instead of saved; either is used only where it is needed. An undefined
+  /// `x` is for the caller to fill in.
   LinearBwdArgs backward_args(const OperationContext& ctx, const Value& grad_output, const Value& x,
                               const Value& w) const;
-  LinearGrads backward(const LinearBwdArgs& args, const OperationContext& ctx);
+  /// The weight's gradient first: `x` is let go before there is an input's gradient.
+  LinearGrads backward(LinearBwdArgs args, const OperationContext& ctx);
 
   /// Where weight gradients go with `accumulate_into_main_grad`.
   void set_main_grad(Tensor buffer, bool overwrite = false) {
@@ -114,6 +119,7 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
   LIGATURE_OPTIONS_AS_DATA
 
  private:
+  Tensor weight_grad(const LinearBwdArgs& args, const OperationContext& ctx);
   void calibrate(const Value& input, const Value& weight, const OpArgs& args) const;
 
   MainGrad main_grad_;

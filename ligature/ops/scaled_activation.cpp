@@ -51,18 +51,12 @@ void ScaledActivationOperation::fuser_forward_save_ctx(CtxList ctxs, const Value
 
 FuserBackwardResult ScaledActivationOperation::fuser_backward(CtxList ctxs,
                                                               const Value& grad_output, GradList) {
-  const OperationContext& ctx = *ctxs[0];
-  const Value& input = ctx.saved_value(0);
-  const at::ScalarType dtype = ctx.state.get_or("dtype", input.dtype());
-  const bool same = dtype == input.dtype();
-  ActivationGrads grads = activation_backward_to(
-      prepare(grad_output, dtype), prepare(input, dtype), saved_spec(ctx, spec()),
-      contiguous(ctx.saved_tensor(1)), ctx.requires_grad.extra_input(0), false,
-      same ? ctx.grad_input_target() : Target());
+  OperationContext& ctx = *ctxs[0];
+  ActivationGrads grads =
+      activation_backward(ctx, grad_output, spec(), contiguous(ctx.saved_tensor(1)),
+                          ctx.requires_grad.extra_input(0), false, ctx.grad_input_target());
   FuserBackwardResult out;
-  if (ctx.requires_grad.input) {
-    out.grad_input = same ? grads.dx : Value(cast(grads.dx.tensor(), input.dtype()));
-  }
+  if (ctx.requires_grad.input) out.grad_input = std::move(grads.dx);
   out.grad_params.resize(1);
   out.grad_extra_inputs = {{std::move(grads.dscales)}};
   return out;

@@ -180,11 +180,12 @@ CheckpointEntries quantized_entries(const QuantizedTensor& quantized) {
     const std::array<const Tensor*, 3> parts{&m.data, &m.scale, &m.amax};
     for (size_t i = 0; i < parts.size(); ++i) {
       if (!parts[i]->defined()) continue;
-      // Both orientations may have one amax; files want two.
+      // Both orientations may have one amax; files want two. And rows, of scales in columns.
       const bool again = std::any_of(out.begin(), out.end(), [&](const auto& item) {
         return item.second.numel() > 0 && item.second.is_alias_of(*parts[i]);
       });
-      out.emplace_back(side + "_" + kParts[i], again ? parts[i]->clone() : parts[i]->detach());
+      out.emplace_back(side + "_" + kParts[i],
+                       again ? parts[i]->clone() : parts[i]->detach().contiguous());
     }
   };
   add("rowwise", quantized.rowwise());

@@ -244,8 +244,9 @@ std::optional<Native> native_product(const Side& a, const Side& b, const Product
   out.terms.bias = args.bias;
   out.terms.add = args.add.defined() ? as_matrix(args.add) : Tensor();
   out.terms.alpha = args.alpha;
-  out.terms.fast_accumulation =
-      args.accumulation == Accumulation::Default ? fast : args.accumulation == Accumulation::Fast;
+  if (args.accumulation != Accumulation::Default) fast = args.accumulation == Accumulation::Fast;
+  out.terms.fast_accumulation = fast && fa.per_tensor();
+  if (out.terms.fast_accumulation) out.backend = "cublaslt, fast accumulation";
   return out;
 }
 

@@ -9,9 +9,12 @@
 
 namespace ligature {
 
-/// How a device's own FP8 products sum up: moved to float32 now and then, or not. `Default`: not in
-/// forward, as recipes have it.
+/// How a device's own FP8 products with one factor per tensor sum up: moved to float32 now and
+/// then, or not. `Default`: not in forward.
 enum class Accumulation : uint8_t { Default, Split, Fast };
+inline Accumulation accumulation(bool split) {
+  return split ? Accumulation::Split : Accumulation::Fast;
+}
 
 struct ProductArgs {
   at::ScalarType dtype = at::kFloat;  ///< of the result, and of operands that are not quantized

@@ -138,6 +138,22 @@ bool WeightCache::keeps(const Tensor& part) {
   return false;
 }
 
+void OpQuantization::move_to(at::Device device) {
+  if (device.is_meta()) return;
+  const c10::InferenceMode no_inference(false);
+  const at::NoGradGuard no_grad;
+  for (const auto* quantizers : {&forward, &backward}) {
+    for (const auto& quantizer : *quantizers) {
+      DelayedScale* delayed = quantizer != nullptr ? quantizer->delayed.get() : nullptr;
+      if (delayed == nullptr || delayed->recipe == nullptr) continue;
+      for (Tensor* tensor : {&delayed->scale, &delayed->amax, &delayed->history}) {
+        if (tensor->device() != device) *tensor = tensor->to(device);
+      }
+      if (delayed->graph_scale.defined()) delayed->graph_scale = delayed->scale;
+    }
+  }
+}
+
 Value quantize_to(const Value& x, const Target& target, at::ScalarType dtype) {
   if (!target) return x.is_quantized() ? x : Value(prepare(x, dtype));
   const Usage usage = target.quantizer->usage_for(target.usage, x.device());

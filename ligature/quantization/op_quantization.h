@@ -49,6 +49,9 @@ struct OpQuantization {
   std::vector<std::shared_ptr<Quantizer>> backward;
   WeightCache weight;
 
+  /// What delayed scaling remembers goes where the operation computes now.
+  void move_to(at::Device device);
+
   const Quantizer* forward_quantizer(size_t i) const {
     return i < forward.size() ? forward[i].get() : nullptr;
   }

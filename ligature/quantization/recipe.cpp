@@ -36,6 +36,10 @@ std::string make_key(const char* name, const Fields&... fields) {
   return out.str();
 }
 
+std::string key_of(const SplitAccumulation& split) {
+  return make_key("split", split.forward, split.input_grad, split.weight_grad);
+}
+
 void check_block_dim(const char* what, int64_t dim) {
   LIGATURE_CHECK(dim == 1 || dim == 2, "[Float8BlockScaling] ", what, " must be 1 or 2, got ", dim);
 }
@@ -168,7 +172,9 @@ void DelayedScaling::update_all(const std::vector<DelayedScale*>& tensors) {
 Float8CurrentScaling::Float8CurrentScaling(Float8CurrentScalingOptions given)
     : options(std::move(given)) {
   key_ = make_key("Float8CurrentScaling", fp8_format_name(options.fp8_format),
-                  options.use_power_2_scales, options.amax_epsilon);
+                  options.use_power_2_scales, options.amax_epsilon,
+                  key_of(options.split_accumulation));
+  split_accumulation_ = options.split_accumulation;
 }
 
 std::shared_ptr<Quantizer> Float8CurrentScaling::make_quantizer(const QuantizerRole& role,
@@ -193,7 +199,9 @@ Float8BlockScaling::Float8BlockScaling(Float8BlockScalingOptions given)
                  "[Float8BlockScaling] one operand of a product has blocks of 1x128");
   key_ = make_key("Float8BlockScaling", fp8_format_name(options.fp8_format), options.use_f32_scales,
                   options.x_block_scaling_dim, options.w_block_scaling_dim,
-                  options.grad_block_scaling_dim, options.amax_epsilon);
+                  options.grad_block_scaling_dim, options.amax_epsilon,
+                  key_of(options.split_accumulation));
+  split_accumulation_ = options.split_accumulation;
 }
 
 std::shared_ptr<Quantizer> Float8BlockScaling::make_quantizer(const QuantizerRole& role,

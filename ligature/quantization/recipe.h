@@ -22,6 +22,12 @@ struct QuantizerRole {
   std::string name;         ///< of the operation
 };
 
+/// Which products of a linear layer move their sums to float32 now and then, where they are a
+/// device's own products of FP8 with one factor per tensor. Others have nothing to choose.
+struct SplitAccumulation {
+  bool forward = false, input_grad = true, weight_grad = true;
+};
+
 class Recipe : public std::enable_shared_from_this<Recipe> {
  public:
   virtual ~Recipe() = default;
@@ -32,11 +38,13 @@ class Recipe : public std::enable_shared_from_this<Recipe> {
   /// Null: this tensor stays in high precision.
   virtual std::shared_ptr<Quantizer> make_quantizer(const QuantizerRole& role,
                                                     at::Device device) const = 0;
+  const SplitAccumulation& split_accumulation() const { return split_accumulation_; }
   /// What stands for it in a host language; not owned.
   void* host = nullptr;
 
  protected:
   std::string key_;
+  SplitAccumulation split_accumulation_;
 };
 using RecipePtr = std::shared_ptr<const Recipe>;
 
@@ -76,6 +84,7 @@ struct Float8CurrentScalingOptions {
   Fp8Format fp8_format = Fp8Format::Hybrid;
   bool use_power_2_scales = false;
   float amax_epsilon = 0;
+  SplitAccumulation split_accumulation = {};
 };
 
 /// One factor per tensor, from its own largest value.
@@ -95,6 +104,7 @@ struct Float8BlockScalingOptions {
   int64_t w_block_scaling_dim = 2;
   int64_t grad_block_scaling_dim = 1;
   float amax_epsilon = 0;
+  SplitAccumulation split_accumulation = {true, true, true};
 };
 
 /// One factor per 1x128 block of activations and gradients and per 128x128 block of weights.

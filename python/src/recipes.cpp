@@ -20,6 +20,12 @@ void take(const py::dict& options, const char* name, T& to) {
   if (options.contains(name)) to = options[name].cast<T>();
 }
 
+void take(const py::dict& options, SplitAccumulation& to) {
+  take(options, "fp8_gemm_fprop", to.forward);
+  take(options, "fp8_gemm_dgrad", to.input_grad);
+  take(options, "fp8_gemm_wgrad", to.weight_grad);
+}
+
 Fp8Format fp8_format(const py::dict& options) {
   const auto name = options["fp8_format"].cast<std::string>();
   return name == "E4M3" ? Fp8Format::E4M3 : name == "E5M2" ? Fp8Format::E5M2 : Fp8Format::Hybrid;
@@ -163,6 +169,7 @@ std::unique_ptr<Recipe> make_plain_recipe(const std::string& name, const py::dic
     Float8CurrentScalingOptions options;
     options.fp8_format = fp8_format(given);
     take(given, "use_power_2_scales", options.use_power_2_scales);
+    take(given, options.split_accumulation);
     return std::make_unique<WithRoles<Float8CurrentScaling>>(options, given);
   }
   if (name == "Float8BlockScaling") {
@@ -172,6 +179,7 @@ std::unique_ptr<Recipe> make_plain_recipe(const std::string& name, const py::dic
     take(given, "x_block_scaling_dim", options.x_block_scaling_dim);
     take(given, "w_block_scaling_dim", options.w_block_scaling_dim);
     take(given, "grad_block_scaling_dim", options.grad_block_scaling_dim);
+    take(given, options.split_accumulation);
     return std::make_unique<WithRoles<Float8BlockScaling>>(options, given);
   }
   if (name == "MXFP8BlockScaling") {

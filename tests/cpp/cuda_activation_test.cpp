@@ -58,6 +58,19 @@ void check(const Case& c) {
   expect_close(biased.dbias, wanted.dbias, c.dtype, c.where() + " dbias",
                tolerance_of_sum(c.dtype, rows));
 
+  for (const bool in_place : {false, true}) {
+    const Tensor to_dy = in_place ? dy.clone() : dy, to_x = in_place ? x.clone() : x;
+    const auto both =
+        kernels::activation_recompute(to_dy, to_x, c.spec, !in_place, in_place, in_place);
+    const std::string how = c.where() + (in_place ? " in place" : "");
+    expect_same_bits(both.y, kernels::activation_forward(x, c.spec), how + " y again");
+    expect_same_bits(both.dx, plain.dx, how + " dx beside y");
+    if (!in_place) expect_same_bits(both.dbias, biased.dbias, how + " dbias beside y");
+  }
+  const Tensor to_x = x.clone();
+  expect_same_bits(kernels::activation_backward(dy, to_x, c.spec, {}, false, false, true).dx,
+                   plain.dx, c.where() + " dx over x");
+
   const auto all = kernels::activation_backward(dy, x, c.spec, scales, true, true);
   const auto all_wanted = aten::activation_backward(dyd, xd, c.spec, sd, true, true);
   expect_close(all.dx, all_wanted.dx, c.dtype, c.where() + " scaled dx");

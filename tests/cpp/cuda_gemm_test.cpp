@@ -282,6 +282,9 @@ TEST_F(CudaGemm, BackendsAreNamed) {
   args.dtype = at::kBFloat16;
   const Quantized fits(Float8CurrentScaling(), {64, 128, 256}, at::kBFloat16);
   EXPECT_EQ(backend_of([&] { quantized_linear_forward(fits.x, fits.w, args); }),
+            native ? "cublaslt, fast accumulation" : "emulated");
+  args.accumulation = Accumulation::Split;
+  EXPECT_EQ(backend_of([&] { quantized_linear_forward(fits.x, fits.w, args); }),
             native ? "cublaslt" : "emulated");
   const Quantized odd(Float8CurrentScaling(), {64, 128, 19}, at::kBFloat16);
   EXPECT_EQ(backend_of([&] { quantized_linear_forward(odd.x, odd.w, args); }), "emulated");

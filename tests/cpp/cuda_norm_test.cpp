@@ -118,6 +118,39 @@ TEST(CudaNormTest, UnalignedAndMixed) {
   }
 }
 
+// So many rows that every block has several, and the last round not all of them.
+TEST(CudaNormTest, ManyRows) {
+  SKIP_WITHOUT_GPU();
+  for (const Size size :
+       {Size{30011, 24}, {9001, 520}, {7003, 1000}, {3301, 2048}, {1999, 3600}, {1301, 8192}}) {
+    for (const bool centered : {false, true}) {
+      check({size, at::kBFloat16, at::kBFloat16, centered});
+      check({size, at::kFloat, at::kFloat, centered});
+    }
+  }
+}
+
+TEST(CudaNormTest, StatisticsDoNotDependOnParameters) {
+  SKIP_WITHOUT_GPU();
+  for (const at::ScalarType dtype : cuda_dtypes()) {
+    for (const int64_t n : {256, 1024, 2048, 4096, 40000}) {
+      for (const bool centered : {false, true}) {
+        const Case c{{12, n}, dtype, dtype, centered};
+        const Tensor x = gpu_random({12, n}, dtype), w = gpu_random({n}, dtype);
+        const NormForward f = forward(c, x, w, w, dtype);
+        const Tensor wide = w.to(at::kFloat);
+        for (const NormForward& other :
+             {forward(c, x, unaligned(w), unaligned(w), dtype), forward(c, x, wide, wide, dtype),
+              ligature::cuda::norm_statistics(x, n, kEps, centered)}) {
+          expect_same_bits(other.rstd, f.rstd, c.where() + " rstd");
+          expect_same_bits(other.mean, f.mean, c.where() + " mean");
+          if (other.y.defined()) expect_same_bits(other.y, f.y, c.where() + " y");
+        }
+      }
+    }
+  }
+}
+
 TEST(CudaNormTest, GivesOnlyWhatIsNeeded) {
   SKIP_WITHOUT_GPU();
   for (const Size size : {Size{50, 300}, {64, 512}, {9, 4096}, {4, 40000}}) {

@@ -85,14 +85,53 @@ Tensor formula(const ActivationSpec& spec, const Tensor& x) {
 struct Backend {
   const char* name;
   decltype(&kernels::activation_forward) forward;
-  decltype(&kernels::activation_backward) backward;
+  decltype(&kernels::activation_backward) backward_to;
+  decltype(&kernels::activation_recompute) recompute;
+
+  ActivationBackward backward(const Tensor& dy, const Tensor& x, const ActivationSpec& spec,
+                              const Tensor& scales, bool need_dscales, bool need_dbias) const {
+    return backward_to(dy, x, spec, scales, need_dscales, need_dbias, false);
+  }
 };
 
-const Backend kBoth[] = {{"dispatched", kernels::activation_forward, kernels::activation_backward},
-                         {"aten", aten::activation_forward, aten::activation_backward}};
+const Backend kBoth[] = {
+    {"dispatched", kernels::activation_forward, kernels::activation_backward,
+     kernels::activation_recompute},
+    {"aten", aten::activation_forward, aten::activation_backward, aten::activation_recompute}};
 
 std::vector<int64_t> without_last(at::IntArrayRef shape) {
   return {shape.begin(), shape.end() - 1};
+}
+
+/// Into memory that is given, and together with the forward's output: the same bits.
+void check_memory(const Backend& k, const ActivationSpec& spec, const Tensor& dy, const Tensor& x,
+                  const Tensor& y, const ActivationBackward& g, const Tensor& scales,
+                  const std::string& where) {
+  const Tensor over_x = x.clone();
+  const ActivationBackward over =
+      k.backward_to(dy, over_x, spec, scales, g.dscales.defined(), true, true);
+  EXPECT_EQ(over.dx.data_ptr(), over_x.data_ptr()) << where;
+  expect_same_bits(over.dx, g.dx, where + " dx over x");
+  expect_same_bits(over.dbias, g.dbias, where + " dbias over x");
+  if (g.dscales.defined()) expect_same_bits(over.dscales, g.dscales, where + " dscales over x");
+  if (scales.defined()) return;
+  for (const bool dbias : {false, true}) {
+    for (const int which : {0, 1, 2, 3}) {
+      const bool to_dy = which & 1, to_x = which & 2;
+      const Tensor given_dy = dy.clone(), given_x = x.clone();
+      const auto both = k.recompute(given_dy, given_x, spec, dbias, to_dy, to_x);
+      const std::string how = where + (to_dy ? ", y over dy" : "") + (to_x ? ", dx over x" : "");
+      expect_same_bits(both.y, y, how + ": y again");
+      expect_same_bits(both.dx, g.dx, how + ": dx");
+      EXPECT_EQ(both.dbias.defined(), dbias) << how;
+      if (dbias) expect_same_bits(both.dbias, g.dbias, how + ": dbias");
+      if (x.numel() == 0) continue;
+      EXPECT_EQ(both.y.data_ptr() == given_dy.data_ptr(), to_dy) << how;
+      EXPECT_EQ(both.dx.data_ptr() == given_x.data_ptr(), to_x) << how;
+      if (!to_dy) expect_same_bits(given_dy, dy, how + ": dy is left alone");
+      if (!to_x) expect_same_bits(given_x, x, how + ": x is left alone");
+    }
+  }
 }
 
 void check(const Backend& k, const ActivationSpec& spec, at::Device device, at::ScalarType dtype,
@@ -130,6 +169,7 @@ void check(const Backend& k, const ActivationSpec& spec, at::Device device, at::
   const ActivationBackward plain = k.backward(dy, x, spec, scales, false, false);
   expect_same_bits(plain.dx, g.dx, where + " dx alone");
   EXPECT_FALSE(plain.dbias.defined() || plain.dscales.defined()) << where;
+  check_memory(k, spec, dy, x, y, g, scales, where);
 }
 
 TEST(ActivationTest, EveryKindForwardAndBackward) {
@@ -304,10 +344,29 @@ TEST(ActivationTest, BadArgumentsNameWantedAndGot) {
       << scales;
 }
 
+TEST(ActivationTest, RecomputesFromAGradientOfAnotherDtype) {
+  for (const Backend& k : kBoth) {
+    for (const at::Device device : test_devices()) {
+      const ActivationSpec spec{.kind = ActivationKind::SwiGLU};
+      const Tensor x = random_tensor({5, 64}, at::kBFloat16, device);
+      const Tensor dy = random_tensor({5, 32}, at::kFloat, device);
+      const Tensor y = k.forward(x, spec, {});
+      const auto g = k.backward(dy, x, spec, {}, false, true);
+      const auto both = k.recompute(dy.clone(), x, spec, true, true, false);
+      expect_same_bits(both.y, y, "y");
+      expect_same_bits(both.dx, g.dx, "dx");
+      expect_same_bits(both.dbias, g.dbias, "dbias");
+    }
+  }
+}
+
 TEST(ActivationTest, WrongSizeOfTheGradientIsRefused) {
   const Tensor x = at::ones({2, 4});
   for (const ActivationKind kind : {ActivationKind::GELU, ActivationKind::SwiGLU}) {
     EXPECT_THROW(kernels::activation_backward(at::ones({1, 3}), x, ActivationSpec{kind}),
+                 c10::ValueError)
+        << static_cast<int>(kind);
+    EXPECT_THROW(kernels::activation_recompute(at::ones({1, 3}), x, ActivationSpec{kind}),
                  c10::ValueError)
         << static_cast<int>(kind);
   }

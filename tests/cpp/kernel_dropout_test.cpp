@@ -1,6 +1,8 @@
 // Dropout: what is kept is scaled, what is dropped is zero, and the gradient follows the mask.
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "kernel_test_support.h"
 #include "ligature/kernels/dropout.h"
 #include "tolerance.h"
@@ -47,6 +49,40 @@ TEST(DropoutTest, FollowsTheSeed) {
     torch::manual_seed(5);
     expect_same_bits(kernels::dropout_forward(x, 0.5).y, first, "same seed");
     EXPECT_FALSE(at::equal(first, second));
+  }
+}
+
+TEST(DropoutTest, MaskDependsOnTheSeedAlone) {
+  for (const at::Device device : test_devices()) {
+    if (!device.is_cuda()) continue;  // torch's masks depend on dtypes
+    const auto mask_of = [&](const Tensor& x) {
+      torch::manual_seed(9);
+      return kernels::dropout_forward(x, 0.4).mask;
+    };
+    const Tensor x = random_tensor({37, 129}, at::kFloat, device);
+    const Tensor room = at::empty({x.numel() + 1}, x.options().dtype(at::kHalf));
+    const Tensor shifted = room.narrow(0, 1, x.numel()).view(x.sizes()).copy_(x);
+    expect_same_bits(mask_of(x.to(at::kBFloat16)), mask_of(x), "bfloat16");
+    expect_same_bits(mask_of(shifted), mask_of(x), "unaligned");
+    const auto [y, mask] = kernels::dropout_forward(shifted, 0.4);
+    const Tensor factor = reference(mask) / 0.6;
+    expect_close(y, reference(shifted) * factor, at::kHalf, "unaligned y");
+    expect_close(kernels::dropout_backward(shifted, mask, 0.4), reference(shifted) * factor,
+                 at::kHalf, "unaligned dx");
+    // Rows, columns and halves of a draw are not alike.
+    const Tensor wide = mask_of(at::ones({256, 4096}, x.options())).to(at::kDouble);
+    for (const int64_t along : {0, 1}) {
+      const Tensor share = wide.mean(along);
+      EXPECT_LT((share - 0.6).abs().max().item<double>(), along == 0 ? 0.2 : 0.05);
+    }
+    const Tensor centered = wide - 0.6;
+    for (const int64_t distance : {1, 2, 4, 8, 4096}) {
+      const Tensor flat = centered.flatten();
+      const int64_t n = flat.numel() - distance;
+      const double product =
+          (flat.narrow(0, 0, n) * flat.narrow(0, distance, n)).mean().item<double>();
+      EXPECT_LT(std::abs(product), 0.24 * 6.0 / std::sqrt(double(n))) << distance;
+    }
   }
 }
 

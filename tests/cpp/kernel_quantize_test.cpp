@@ -230,6 +230,25 @@ TEST(QuantizeTest, ShapesWithoutMemory) {
   EXPECT_EQ(kernels::hadamard(at::empty({2, 30}, at::kMeta)).size(-1), 32);
 }
 
+// A GPU lays scales of 1x128 out column after column; a tensor that comes from there keeps them so.
+TEST(QuantizeTest, ScalesInColumns) {
+  const Tensor x = at::randn({50, 300}) * at::exp(at::randn({50, 1}));
+  for (const bool square : {false, true}) {
+    const Format format{.scaling = Scaling::Block, .block_2d = square};
+    const QuantizedMatrix q = kernels::quantize(x, args_of(format)).rowwise;
+    QuantizedMatrix turned = q;
+    turned.scale = q.scale.t().contiguous().t();
+    ASSERT_EQ(turned.scale.is_contiguous(), q.scale.size(0) == 1);
+    EXPECT_TRUE(kernels::dequantize(turned, format, 300, at::kFloat)
+                    .equal(kernels::dequantize(q, format, 300, at::kFloat)));
+    EXPECT_TRUE(kernels::expand(turned, format, 300, at::kFloat)
+                    .equal(kernels::expand(q, format, 300, at::kFloat)));
+    if (!square) continue;
+    EXPECT_TRUE(kernels::transpose(turned, format, 300)
+                    .scale.equal(kernels::transpose(q, format, 300).scale));
+  }
+}
+
 TEST(QuantizeTest, Refusals) {
   const Tensor x = at::randn({32, 32});
   const auto refused = [&](const Format& format) {

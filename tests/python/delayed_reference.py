@@ -12,6 +12,11 @@ import ligature as te
 ELEMENTS = {448.0: torch.float8_e4m3fn, 57344.0: torch.float8_e5m2}
 
 
+def factor_for(largest: float, x: torch.Tensor) -> float:
+    """What ``x`` is multiplied by, so that its largest value becomes the format's."""
+    return float(np.float32(largest) / np.float32(x.detach().abs().max().item()))
+
+
 class Factor:
     """What is remembered of one tensor."""
 
@@ -27,11 +32,11 @@ class Factor:
         self.amax = max(self.amax, float(x.detach().abs().max()))
 
     def quantized(self, x: torch.Tensor) -> torch.Tensor:
-        """The values in float64 after a cast to FP8 and back."""
+        """The values in float64 after a cast to FP8 and back, on the CPU."""
         bound = float(self.largest)
-        scaled = (x.detach().float() * float(self.scale)).clamp(-bound, bound)
+        scaled = (x.detach().float().cpu() * float(self.scale)).clamp(-bound, bound)
         codes = scaled.to(ELEMENTS[bound])
-        return codes.double() * float(np.float32(1) / self.scale)
+        return (codes.double() * float(np.float32(1) / self.scale)).to(x.device)
 
     def update(self) -> None:
         self.history = [self.amax, *self.history[:-1]]

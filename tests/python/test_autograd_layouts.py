@@ -182,6 +182,16 @@ def test_dropout_zeroes_and_scales(device):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_drops_the_wanted_share(device, dtype, p):
+    kept = ops.Dropout(p)(torch.ones(1000, 1003, dtype=dtype)) != 0
+    deviation = (p * (1 - p) / kept.numel()) ** 0.5
+    assert abs(kept.double().mean().item() - (1 - p)) < 6 * deviation
+    both = (kept[1:] & kept[:-1]).double().mean().item()  # neighbours know nothing of each other
+    assert abs(both - (1 - p) ** 2) < 12 * deviation
+
+
 def test_dropout_in_a_model_uses_one_mask(device):
     model = ops.Sequential(ops.Linear(8, 64), ops.Dropout(0.5), ops.Linear(64, 8, bias=False))
     x = make_input(6, 8)

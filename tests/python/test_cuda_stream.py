@@ -94,13 +94,43 @@ def test_a_step_can_be_captured_in_a_graph() -> None:
     torch.testing.assert_close(dx, x.grad, rtol=0, atol=0)
 
 
+def test_a_captured_dropout_draws_anew() -> None:
+    op = te.ops.Dropout(0.5)
+    x = torch.ones(64, 65, requires_grad=True)
+    op(x).sum().backward()
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first, second = op(x), op(x)
+        (first + second).sum().backward()
+    assert x.grad is not None
+    torch.manual_seed(7)
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        torch.testing.assert_close(x.grad, (first + second).detach())  # backward has the masks
+        seen += [first.detach().clone(), second.detach().clone()]
+    assert len({tuple(y.flatten().tolist()) for y in seen}) == 4
+    torch.manual_seed(7)
+    graph.replay()
+    assert torch.equal(first, seen[0])
+    torch.manual_seed(7)
+    assert torch.equal(op(x), seen[0])  # and outside of the graph
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_explain_names_the_backend(dtype: torch.dtype) -> None:
     built = te.show_config("dict")["cuda"]["built"]
     wanted = "cuda" if built and dtype is not torch.float64 else "aten"
-    model = te.ops.Sequential(te.ops.LayerNorm(32, dtype=dtype), te.ops.SwiGLU())
+    model = te.ops.Sequential(
+        te.ops.LayerNorm(32, dtype=dtype), te.ops.SwiGLU(), te.ops.Dropout(0.5)
+    )
     part = model.explain(torch.randn(4, 32, dtype=dtype, requires_grad=True)).parts[0]
     kernels = [k for s in [*part["forward"], *part["backward"]] for k in s["kernels"]]
-    own = ("layer_norm_forward", "layer_norm_backward", "activation_forward", "activation_backward")
+    own = [
+        f"{name}_{way}"
+        for name in ("layer_norm", "activation", "dropout")
+        for way in ("forward", "backward")
+    ]
     assert sorted(k["name"] for k in kernels) == sorted(own)
     assert {k["backend"] for k in kernels} == {wanted}

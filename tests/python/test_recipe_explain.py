@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from ligature.common.recipe import CustomRecipe, Recipe
+from ligature.common.recipe import (
+    CustomRecipe,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MMParams,
+    Recipe,
+)
 from quantized_reference import RECIPES, SOME_RECIPES, format_of, is_native
 from test_fusions_support import saved_bytes
 
@@ -29,6 +35,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def product_backends(part: dict[str, Any]) -> list[str]:
+    return [
+        kernel["backend"]
+        for s in [*part["forward"], *part["backward"]]
+        for kernel in s["kernels"]
+        if kernel["name"].startswith("linear_")
+    ]
 
 
 def block(recompute: str = "none", **options: Any) -> Any:
@@ -121,14 +136,12 @@ def test_the_format_on_every_edge(name: str, device: str) -> None:
     assert backward[1,]["grad_input"]["dtype"] == "bfloat16"
     assert backward[4,]["grad_output"]["dtype"] == "bfloat16"
     assert "quantize" in [k["name"] for k in backward[4,]["kernels"]]
-    products = [
-        kernel["backend"]
-        for s in [*part["forward"], *part["backward"]]
-        for kernel in s["kernels"]
-        if kernel["name"].startswith("linear_")
-    ]
+    products = product_backends(part)
     backend = "cublaslt" if is_native(recipe, device) else "emulated"
-    assert products == [backend] * 6
+    forward = backend
+    if backend == "cublaslt" and not isinstance(recipe, Float8BlockScaling):
+        forward = "cublaslt, fast accumulation"
+    assert products == [forward] * 2 + [backend] * 4
     text, svg = str(explained), explained.svg()
     for shown in (x_format, w_format, dy_format):
         assert shown in text
@@ -138,6 +151,23 @@ def test_the_format_on_every_edge(name: str, device: str) -> None:
     assert f"[{backend}]" in text
     warned = "use_split_accumulator has no effect" in " ".join(text.split())
     assert warned == ("[emulated]" in text) == (backend == "emulated")
+
+
+def test_accumulation_as_the_recipe_has_it(device: str) -> None:
+    recipe = Float8CurrentScaling(
+        fp8_gemm_fprop=MMParams(use_split_accumulator=True),
+        fp8_gemm_dgrad=MMParams(use_split_accumulator=False),
+        fp8_gemm_wgrad=MMParams(use_split_accumulator=False),
+    )
+    with te.autocast(recipe=recipe):
+        explained = block().explain((ROWS, 64))
+    (part,) = explained.parts
+    native = is_native(recipe, device)
+    split, fast = "cublaslt", "cublaslt, fast accumulation"
+    wanted = [split] * 2 + [fast] * 4 if native else ["emulated"] * 6
+    assert product_backends(part) == wanted
+    warned = "use_split_accumulator has no effect" in " ".join(str(explained).split())
+    assert warned == (not native)
 
 
 def test_without_a_recipe() -> None:

@@ -8,23 +8,18 @@ import pickle
 
 import pytest
 import torch
-from delayed_reference import state_of
+from delayed_reference import factor_for, state_of
 from ligature.common.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
 )
+from quantized_reference import assert_product
 
 import ligature as te
 
 E4M3, E5M2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
-
-
-@pytest.fixture(autouse=True)
-def _on_the_cpu(device: str) -> None:
-    if device != "cpu":
-        pytest.skip("these tests know the CPU alone so far")
 
 
 def run(model, recipe, steps: int = 1, x: torch.Tensor | None = None) -> torch.Tensor:
@@ -108,7 +103,25 @@ def test_the_quantizer_in_python_is_the_one_that_computes() -> None:
         quantizer.scale = torch.tensor([2.0**-12])
         y = linear(x)
     assert y.abs().max() == 0  # everything is below the smallest value
-    assert quantizer.scale == 448 / x.abs().max()
+    assert quantizer.scale.item() == factor_for(448, x)
+
+
+def test_the_state_goes_where_the_model_goes(device) -> None:
+    if device == "cpu":
+        pytest.skip("there is no other device")
+    recipe = DelayedScaling(amax_history_len=4)
+    with torch.device("cpu"):
+        model = te.ops.Linear(32, 32)
+        run(model, recipe, 2)
+    for place in (device, "cpu"):
+        model.to(place)
+        with torch.device(place):
+            seen = state_of(model)[0][0][2].tolist()
+            x = torch.randn(16, 32) * 5
+            run(model, recipe, x=x)
+        scale, _, history = state_of(model)[0][0]
+        assert scale.device.type == place
+        assert history.tolist() == [x.abs().max().item(), *seen[:3]]
 
 
 # -- operations written in Python
@@ -159,13 +172,14 @@ def test_a_python_operation_between_linears() -> None:
     torch.testing.assert_close(input_.dequantize(), own(norm).dequantize())
     hidden = linears(own(norm).dequantize() * 2).dequantize()
     w = model[2].get_quantizer("forward", 1)(model[2].weight.detach()).dequantize()
-    torch.testing.assert_close(y, hidden @ w.T, rtol=1e-5, atol=1e-5)
+    assert_product(y, hidden.double() @ w.double().T, torch.float32, "y", recipe)
     grad_output, saved = middle.seen[1]
     assert isinstance(saved, te.Float8Tensor)
     assert torch.equal(saved.rowwise_data, input_.rowwise_data)
     # the linear gives its gradient in high precision, and nobody asked for it otherwise
     q = model[2].get_quantizer("backward", 0)(dy).dequantize()
-    torch.testing.assert_close(torch.Tensor(grad_output), q @ w, rtol=1e-5, atol=1e-5)
+    assert not isinstance(grad_output, te.QuantizedTensor)
+    assert_product(grad_output, q.double() @ w.double(), torch.float32, "dx", recipe)
 
 
 def test_neighbours_in_backward() -> None:
@@ -188,7 +202,7 @@ def test_neighbours_in_backward() -> None:
     q = by_rows(dy * 2).dequantize()
     by_columns = te.MXFP8Quantizer(E4M3, rowwise=False)
     w = by_columns(first.weight.detach()).dequantize()
-    torch.testing.assert_close(x.grad, q @ w, rtol=1e-5, atol=1e-5)
+    assert_product(x.grad, q.double() @ w.double(), torch.float32, "dx", recipe)
 
 
 def test_usage_follows_what_the_neighbour_needs() -> None:
@@ -347,7 +361,7 @@ def test_custom_recipe() -> None:
         if role.tensor_type == "weight":
             return te.MXFP8Quantizer(E4M3)
         if role.tensor_type == "input":
-            return te.Float8CurrentScalingQuantizer(E4M3, torch.device("cpu"))
+            return te.Float8CurrentScalingQuantizer(E4M3, torch.get_default_device())
         return None
 
     linear = te.ops.BasicLinear(32, 48)
@@ -360,16 +374,18 @@ def test_custom_recipe() -> None:
     with te.autocast(recipe=recipe):
         qx, qw = (linear.get_quantizer("forward", i) for i in range(2))
         assert linear.get_quantizer("backward", 0) is None
-    expected = qx(x.detach()).dequantize() @ qw(linear.weight.detach()).dequantize().T
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    w = qw(linear.weight.detach()).dequantize()
+    expected = qx(x.detach()).dequantize().double() @ w.double().T
+    assert_product(y, expected, torch.float32, "y")
 
 
 def test_custom_quantizers_are_the_objects_given() -> None:
     class Own(te.Float8CurrentScalingQuantizer):
         pass
 
+    place = torch.get_default_device()
     linear = te.ops.BasicLinear(32, 32)
-    with te.autocast(recipe=CustomRecipe(lambda role: Own(E4M3, torch.device("cpu")))):
+    with te.autocast(recipe=CustomRecipe(lambda role: Own(E4M3, place))):
         linear(torch.randn(4, 32))
         quantizer = linear.get_input_quantizer()
         assert type(quantizer) is Own
@@ -391,7 +407,8 @@ def test_custom_recipe_with_factors_of_the_users() -> None:
     with te.autocast(recipe=CustomRecipe(factory)):
         y = linear(x)
     codes = (x * 4).to(torch.float8_e4m3fn).float() / 4
-    torch.testing.assert_close(y, codes @ linear.weight.T, rtol=1e-5, atol=1e-5)
+    expected = codes.double() @ linear.weight.detach().double().T
+    assert_product(y, expected, torch.float32, "y")
     assert amax == x.abs().max()
     assert scale == 4  # nobody's but the user's
 

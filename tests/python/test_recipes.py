@@ -25,12 +25,6 @@ from ligature.common.recipe import (
 import ligature as te
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu(device: str) -> None:
-    if device != "cpu":
-        pytest.skip("these tests know the CPU alone so far")
-
-
 def nothing(role):
     return None
 
@@ -106,7 +100,7 @@ def formats(recipe: Recipe) -> dict[str, dict]:
     out = {}
     for kind in ("input", "weight", "grad_output"):
         role = te.QuantizerRole("linear", kind, "Linear")
-        quantizer = recipe._native.make_quantizer(role, torch.device("cpu"))
+        quantizer = recipe._native.make_quantizer(role, torch.get_default_device())
         out[kind] = quantizer._handle.fields
     return out
 
@@ -290,6 +284,15 @@ def test_a_set_field_makes_another_twin() -> None:
     assert recipe._native.key != before.key
     recipe.margin = 0
     assert recipe._native.key == before.key
+
+
+@pytest.mark.parametrize("name", ["fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"])
+@pytest.mark.parametrize("cls", [Float8CurrentScaling, Float8BlockScaling])
+def test_accumulation_is_part_of_a_recipe(cls, name) -> None:
+    """Of each product by itself: what was planned with another is not used."""
+    split, fast = (cls(**{name: MMParams(use_split_accumulator=on)}) for on in (True, False))
+    assert split._native.key != fast._native.key
+    assert cls()._native.key in (split._native.key, fast._native.key)
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward", "forward_backward"])

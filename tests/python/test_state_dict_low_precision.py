@@ -27,12 +27,6 @@ RECIPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu(device: str) -> None:
-    if device != "cpu":
-        pytest.skip("these tests know the CPU alone so far")
-
-
 def make(recipe=None, dtype=torch.float32):
     with te.quantized_model_init(enabled=recipe is not None, recipe=recipe):
         return te.ops.Sequential(
@@ -65,7 +59,8 @@ def by_torch(state):
 
 
 def by_safetensors(state):
-    return load_safetensors(save_safetensors({k: v.contiguous() for k, v in state.items()}))
+    made = load_safetensors(save_safetensors({k: v.contiguous() for k, v in state.items()}))
+    return {k: v.to(state[k].device) for k, v in made.items()}
 
 
 FILES = {"torch": by_torch, "safetensors": by_safetensors, "memory": copy.deepcopy}
@@ -77,7 +72,8 @@ def stored(request):
 
 
 def content(model) -> dict:
-    return {k: v.clone() for k, v in model.state_dict().items()}
+    """On the CPU, whatever the model is on."""
+    return {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()}
 
 
 def same(a: dict, b: dict) -> bool:

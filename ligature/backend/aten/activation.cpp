@@ -138,7 +138,7 @@ Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
 
 ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        const ActivationSpec& spec, const Tensor& scales,
-                                       bool need_dscales, bool need_dbias) {
+                                       bool need_dscales, bool need_dbias, bool over_x) {
   const Partials p = evaluate(x, spec, true);
   const Tensor dy_blocks = to_compute(dy, x).view(p.y.sizes());
   const Tensor g = scales.defined() ? dy_blocks * row_factors(scales, x) : dy_blocks;
@@ -149,7 +149,17 @@ ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
   }
   if (need_dbias) result.dbias = dx.sum({0}).view({-1}).to(x.scalar_type());
   result.dx = dx.to(x.scalar_type()).view(x.sizes());
+  if (over_x) result.dx = x.copy_(result.dx);
   return result;
+}
+
+ActivationRecompute activation_recompute(const Tensor& dy, const Tensor& x,
+                                         const ActivationSpec& spec, bool need_dbias, bool over_dy,
+                                         bool over_x) {
+  Tensor y = aten::activation_forward(x, spec, {});
+  ActivationBackward grads = aten::activation_backward(dy, x, spec, {}, false, need_dbias, over_x);
+  if (over_dy && dy.scalar_type() == y.scalar_type()) y = dy.view(y.sizes()).copy_(y);
+  return {std::move(y), std::move(grads.dx), std::move(grads.dbias)};
 }
 
 }  // namespace ligature::aten

@@ -135,9 +135,10 @@ class Backward {
         scales_(scales) {}
 
   /// Writes dx for the pieces [first, last); `dx_output` begins at dx's element `start`. Where not
-  /// null, dscales[row] and dbias are added to.
+  /// null, dscales[row] and dbias are added to, and `y_output` is given the forward's y, which may
+  /// be written over dy as dx may be over x.
   void run(int64_t first, int64_t last, const Output<C>& dx_output, int64_t start, C* dscales,
-           C* dbias) const {
+           C* dbias, const Output<C>* y_output = nullptr) const {
     C dy_buffer[kPiece], g_buffer[kPiece], a_buffer[kPiece], b_buffer[kPiece];
     C y[kPiece], da_buffer[kPiece], db_buffer[kPiece];
     const int64_t x_width = walk_.width * (walk_.gated ? 2 : 1);
@@ -162,6 +163,11 @@ class Backward {
       }
       dx_output.write(p.a - start, p.n, da);
       if (walk_.gated) dx_output.write(b_at - start, p.n, db);
+      if (y_output != nullptr) {
+        C* again = y_output->place(p.y, y);
+        if (again != y) std::copy_n(y, p.n, again);
+        y_output->write(p.y, p.n, again);
+      }
     }
   }
 
@@ -182,14 +188,16 @@ void write_values(const Tensor& out, std::vector<C>& values) {
 
 template <typename C>
 void backward_into(const ActivationBackward& result, const Tensor& dy, const Tensor& x,
-                   const ActivationSpec& spec, const Tensor& scales) {
+                   const ActivationSpec& spec, const Tensor& scales, const Tensor& y = {}) {
   const bool sums = result.dscales.defined() || result.dbias.defined();
   const Walk walk(x, spec, sums || scales.defined());
   const Backward<C> backward(dy, x, spec, scales, walk);
   const Output<C> dx_output(result.dx);
+  const Output<C> y_output(y);
+  const Output<C>* again = y.defined() ? &y_output : nullptr;
   if (!sums) {
     parallel_pieces(walk, [&](int64_t first, int64_t last) {
-      backward.run(first, last, dx_output, 0, nullptr, nullptr);
+      backward.run(first, last, dx_output, 0, nullptr, nullptr, again);
     });
     return;
   }
@@ -199,7 +207,7 @@ void backward_into(const ActivationBackward& result, const Tensor& dy, const Ten
   C* dscales_data = result.dscales.defined() ? dscales.data() : nullptr;
   parallel_chunks(chunks, [&](int64_t chunk, int64_t first, int64_t last) {
     backward.run(first * walk.pieces_per_row, last * walk.pieces_per_row, dx_output, 0,
-                 dscales_data, dbias.chunk(chunk));
+                 dscales_data, dbias.chunk(chunk), again);
   });
   if (result.dbias.defined()) dbias.write_total(result.dbias);
   if (result.dscales.defined()) write_values(result.dscales, dscales);
@@ -342,14 +350,29 @@ Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
 
 ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        const ActivationSpec& spec, const Tensor& scales,
-                                       bool need_dscales, bool need_dbias) {
+                                       bool need_dscales, bool need_dbias, bool over_x) {
   ActivationBackward result;
-  result.dx = at::empty_like(x);
+  result.dx = over_x ? x : at::empty_like(x);
   if (need_dscales) result.dscales = at::empty_like(scales);
   if (need_dbias) result.dbias = at::empty({x.size(-1)}, x.options());
   dispatch_compute(x.scalar_type(),
                    [&](auto zero) { backward_into<decltype(zero)>(result, dy, x, spec, scales); });
   return result;
+}
+
+ActivationRecompute activation_recompute(const Tensor& dy, const Tensor& x,
+                                         const ActivationSpec& spec, bool need_dbias, bool over_dy,
+                                         bool over_x) {
+  at::DimVector shape(x.sizes());
+  if (kernels::is_gated(spec.kind)) shape.back() /= 2;
+  ActivationBackward grads;
+  grads.dx = over_x ? x : at::empty_like(x);
+  if (need_dbias) grads.dbias = at::empty({x.size(-1)}, x.options());
+  const Tensor y = over_dy && dy.scalar_type() == x.scalar_type() ? dy.view(shape)
+                                                                  : at::empty(shape, x.options());
+  dispatch_compute(x.scalar_type(),
+                   [&](auto zero) { backward_into<decltype(zero)>(grads, dy, x, spec, {}, y); });
+  return {y, std::move(grads.dx), std::move(grads.dbias)};
 }
 
 std::unique_ptr<RowSource> activation_forward_rows(const Tensor& x, const ActivationSpec& spec,

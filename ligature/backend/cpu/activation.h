@@ -8,13 +8,17 @@ namespace ligature::cpu {
 
 using at::Tensor;
 using kernels::ActivationBackward;
+using kernels::ActivationRecompute;
 using kernels::ActivationSpec;
 
 Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales);
 Tensor activation_forward_(Tensor& x, const ActivationSpec& spec);
 ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        const ActivationSpec& spec, const Tensor& scales,
-                                       bool need_dscales, bool need_dbias);
+                                       bool need_dscales, bool need_dbias, bool over_x = false);
+ActivationRecompute activation_recompute(const Tensor& dy, const Tensor& x,
+                                         const ActivationSpec& spec, bool need_dbias, bool over_dy,
+                                         bool over_x);
 
 /// The forward's y as rows to be computed, the same bits.
 std::unique_ptr<RowSource> activation_forward_rows(const Tensor& x, const ActivationSpec& spec,

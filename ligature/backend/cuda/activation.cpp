@@ -2,9 +2,6 @@
 // made float32; the kernels read one type.
 #include "ligature/backend/cuda/activation.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-
 #include "ligature/backend/cuda/activation_launch.h"
 #include "ligature/backend/cuda/launch.h"
 #include "ligature/backend/cuda/sums_launch.h"
@@ -12,16 +9,14 @@
 namespace ligature::cuda {
 namespace {
 
-/// The results' matrix. Where rows mean nothing it is cut so that a block fits across.
+/// The results' matrix.
 struct Matrix {
   int64_t rows, columns;
 
-  Matrix(const Tensor& x, const ActivationSpec& spec, bool keep_rows) {
+  Matrix(const Tensor& x, const ActivationSpec& spec) {
     const bool gated = kernels::is_gated(spec.kind);
     const int64_t results = gated ? x.numel() / 2 : x.numel();
     columns = gated ? x.size(-1) / 2 : x.size(-1);
-    constexpr int64_t kAcross = 2048;
-    if (!gated && !keep_rows && results % kAcross == 0) columns = kAcross;
     rows = results == 0 ? 0 : results / columns;
   }
 };
@@ -29,7 +24,7 @@ struct Matrix {
 void forward_into(Tensor& y, const Tensor& x, const ActivationSpec& spec, const Tensor& scales_,
                   const char* name) {
   const Tensor scales = serve(scales_);
-  const Matrix matrix(x, spec, scales.defined());
+  const Matrix matrix(x, spec);
   ActivationForwardArgs args;
   args.rows = matrix.rows;
   args.columns = matrix.columns;
@@ -45,12 +40,12 @@ void forward_into(Tensor& y, const Tensor& x, const ActivationSpec& spec, const 
 
 /// dx in the dtype of `x`, which dy shares, and the sums.
 ActivationBackward backward(const Tensor& dy, const Tensor& x, const ActivationSpec& spec,
-                            const Tensor& scales, bool need_dscales, bool need_dbias) {
+                            const Tensor& scales, bool need_dscales, bool need_dbias, bool over_x) {
   const bool sums = need_dscales || need_dbias;
   const Stream stream = stream_of(x);
-  const Matrix matrix(x, spec, sums || scales.defined());
+  const Matrix matrix(x, spec);
   ActivationBackward result;
-  result.dx = at::empty_like(x);
+  result.dx = over_x ? x : empty_as(x);
   ActivationBackwardArgs args;
   args.rows = matrix.rows;
   args.columns = matrix.columns;
@@ -62,16 +57,15 @@ ActivationBackward backward(const Tensor& dy, const Tensor& x, const ActivationS
   if (scales.defined()) args.scales_type = type_of(scales);
   args.params = params_of(spec);
   const ColumnGrid grid = activation_backward_grid(args, sums, sm_count(x));
-  const auto floats = x.options().dtype(at::kFloat);
   Tensor dbias_partials, dscales_partials;
   if (need_dbias) {
-    result.dbias = at::empty({x.size(-1)}, x.options());
-    dbias_partials = at::empty({grid.down, x.size(-1)}, floats);
+    result.dbias = empty_on({x.size(-1)}, x.scalar_type(), x.device());
+    dbias_partials = empty_on({grid.down, x.size(-1)}, at::kFloat, x.device());
     args.dbias_partials = static_cast<float*>(dbias_partials.data_ptr());
   }
   if (need_dscales) {
-    result.dscales = at::empty_like(scales);
-    dscales_partials = at::empty({matrix.rows, grid.warps_across}, floats);
+    result.dscales = empty_as(scales);
+    dscales_partials = empty_on({matrix.rows, grid.warps_across}, at::kFloat, x.device());
     args.dscales_partials = static_cast<float*>(dscales_partials.data_ptr());
     if (x.numel() == 0) result.dscales.zero_();
   }
@@ -97,7 +91,7 @@ Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Ten
   const DeviceGuard guard(x.device());
   at::DimVector shape(x.sizes());
   if (kernels::is_gated(spec.kind)) shape.back() /= 2;
-  Tensor y = at::empty(shape, x.options());
+  Tensor y = empty_on(shape, x.scalar_type(), x.device());
   forward_into(y, x, spec, scales, "activation_forward");
   return y;
 }
@@ -110,11 +104,11 @@ Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
 
 ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        const ActivationSpec& spec, const Tensor& scales,
-                                       bool need_dscales, bool need_dbias) {
+                                       bool need_dscales, bool need_dbias, bool over_x) {
   const DeviceGuard guard(x.device());
   const at::ScalarType read = dy.scalar_type() == x.scalar_type() ? x.scalar_type() : at::kFloat;
-  ActivationBackward result =
-      backward(cast(dy, read), cast(x, read), spec, serve(scales), need_dscales, need_dbias);
+  ActivationBackward result = backward(cast(dy, read), cast(x, read), spec, serve(scales),
+                                       need_dscales, need_dbias, over_x);
   result.dx = cast(result.dx, x.scalar_type());
   result.dbias = cast(result.dbias, x.scalar_type());
   if (need_dscales) result.dscales = cast(result.dscales, scales.scalar_type());

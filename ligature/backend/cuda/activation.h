@@ -14,7 +14,7 @@ Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Ten
 Tensor activation_forward_(Tensor& x, const ActivationSpec& spec);
 ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        const ActivationSpec& spec, const Tensor& scales,
-                                       bool need_dscales, bool need_dbias);
+                                       bool need_dscales, bool need_dbias, bool over_x = false);
 
 /// As the .cu files know them.
 inline Activation kind_of(const ActivationSpec& spec) {

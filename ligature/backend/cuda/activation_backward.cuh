@@ -1,6 +1,7 @@
 // The activations backward, for one family of kinds (see activation_backward_plain.cu and
 // activation_backward_gated.cu), with the sums for dbias and dscales on the way: dbias over a
-// block's rows, dscales over a warp's part of a row. Both are added up by a second kernel.
+// block's rows, dscales over a warp's part of a row. Both are added up by a second kernel. Where
+// rows mean nothing, each thread has one vector.
 #pragma once
 
 #include "ligature/backend/cuda/activation_launch.h"
@@ -26,6 +27,7 @@ __global__ void __launch_bounds__(kColumnThreads, Sums ? kColumnBlocks : 4)
   const int64_t length = walk.end - walk.first;
   for (int64_t done = 0; done < length; done += kRows * walk.row_lanes) {
     Packed<T, N> a[kRows], b[kRows], g[kRows];
+    float scale[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = walk.first + done + r * walk.row_lanes + walk.row_lane;
@@ -33,20 +35,21 @@ __global__ void __launch_bounds__(kColumnThreads, Sums ? kColumnBlocks : 4)
       g[r] = load_packed<N>(dy + row * args.columns);
       columns.read(x, row, a[r], b[r]);
     }
+    read_scales(args.scales, args.scales_type, walk.first + done + walk.row_lane, walk.row_lanes,
+                walk.end, scale);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = walk.first + done + r * walk.row_lanes + walk.row_lane;
       float along = 0.0f;
       if (row < walk.end && walk.inside) {
-        const float scale =
-            args.scales != nullptr ? load_one(args.scales, args.scales_type, row) : 1.0f;
         float da[N], db[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           float linear = 0.0f;
           if constexpr (F::gated) linear = b[r][i];
           const float grad = g[r][i];
-          const Gradient result = F::gradient(__fmul_rn(grad, scale), a[r][i], linear, args.params);
+          const Gradient result =
+              F::gradient(__fmul_rn(grad, scale[r]), a[r][i], linear, args.params);
           da[i] = result.da;
           db[i] = result.db;
           if constexpr (Sums) {
@@ -79,10 +82,40 @@ __global__ void __launch_bounds__(kColumnThreads, Sums ? kColumnBlocks : 4)
   }
 }
 
+template <typename F, typename T, int N>
+__global__ void __launch_bounds__(kActivationThreads)
+    activation_backward_flat_kernel(const ActivationBackwardArgs args) {
+  const int64_t count = args.rows * args.columns;
+  const int64_t at = (int64_t{blockIdx.x} * kActivationThreads + threadIdx.x) * N;
+  if (at >= count) return;
+  const Packed<T, N> x = read_flat<N>(static_cast<const T*>(args.x), at, count);
+  const Packed<T, N> dy = read_flat<N>(static_cast<const T*>(args.dy), at, count);
+  float dx[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) dx[i] = F::gradient(dy[i], x[i], 0.0f, args.params).da;
+  write_flat<N>(static_cast<T*>(args.dx), at, count, dx);
+}
+
+inline void launch_activation_backward_flat(const ActivationBackwardArgs& args, Stream stream) {
+  const bool vectors = flat_vectors(args.x, args.dy, args.dx);
+  with_type(args.type, [&](auto zero) {
+    using T = decltype(zero);
+    with_family<false>(args.params.kind, vectors, [&](auto functor) {
+      using F = decltype(functor);
+      constexpr int N = std::is_same_v<F, AnyActivation<false>> ? 1 : kVector<T>;
+      activation_backward_flat_kernel<F, T, N>
+          <<<flat_blocks(args.rows * args.columns, N), kActivationThreads, 0, stream>>>(args);
+    });
+  });
+}
+
 template <bool Gated>
 void launch_activation_backward_family(const ActivationBackwardArgs& args, const ColumnGrid& grid,
                                        Stream stream) {
   const bool sums = args.dbias_partials != nullptr || args.dscales_partials != nullptr;
+  if constexpr (!Gated) {
+    if (!sums && args.scales == nullptr) return launch_activation_backward_flat(args, stream);
+  }
   const auto blocks = static_cast<unsigned int>(grid.across * grid.down);
   with_type(args.type, [&](auto zero) {
     using T = decltype(zero);

@@ -1,6 +1,6 @@
 // The activations forward, for one family of kinds (see activation_forward_plain.cu and
-// activation_forward_gated.cu). A thread takes a few rows at once, so that enough loads are under
-// way.
+// activation_forward_gated.cu). A thread that walks down columns takes a few rows at once, so that
+// enough loads are under way; where rows mean nothing, each thread has one vector.
 #pragma once
 
 #include "ligature/backend/cuda/activation_launch.h"
@@ -20,11 +20,13 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
   for (int64_t begin = walk.first + walk.row_lane; begin < walk.end;
        begin += kRows * walk.row_lanes) {
     Packed<T, N> a[kRows], b[kRows];
+    float scale[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = begin + r * walk.row_lanes;
       if (row < walk.end) columns.read(x, row, a[r], b[r]);
     }
+    read_scales(args.scales, args.scales_type, begin, walk.row_lanes, walk.end, scale);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = begin + r * walk.row_lanes;
@@ -34,20 +36,44 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
       for (int i = 0; i < N; ++i) {
         float linear = 0.0f;
         if constexpr (F::gated) linear = b[r][i];
-        result[i] = F::value(a[r][i], linear, args.params);
-      }
-      if (args.scales != nullptr) {
-        const float scale = load_one(args.scales, args.scales_type, row);
-#pragma unroll
-        for (int i = 0; i < N; ++i) result[i] = __fmul_rn(result[i], scale);
+        result[i] = __fmul_rn(F::value(a[r][i], linear, args.params), scale[r]);
       }
       store<N>(y + row * args.columns, result);
     }
   }
 }
 
+template <typename F, typename T, int N>
+__global__ void __launch_bounds__(kActivationThreads)
+    activation_forward_flat_kernel(const ActivationForwardArgs args) {
+  const int64_t count = args.rows * args.columns;
+  const int64_t at = (int64_t{blockIdx.x} * kActivationThreads + threadIdx.x) * N;
+  if (at >= count) return;
+  const Packed<T, N> x = read_flat<N>(static_cast<const T*>(args.x), at, count);
+  float y[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = F::value(x[i], 0.0f, args.params);
+  write_flat<N>(static_cast<T*>(args.y), at, count, y);
+}
+
+inline void launch_activation_forward_flat(const ActivationForwardArgs& args, Stream stream) {
+  const bool vectors = flat_vectors(args.x, args.y, nullptr);
+  with_type(args.type, [&](auto zero) {
+    using T = decltype(zero);
+    with_family<false>(args.params.kind, vectors, [&](auto functor) {
+      using F = decltype(functor);
+      constexpr int N = std::is_same_v<F, AnyActivation<false>> ? 1 : kVector<T>;
+      activation_forward_flat_kernel<F, T, N>
+          <<<flat_blocks(args.rows * args.columns, N), kActivationThreads, 0, stream>>>(args);
+    });
+  });
+}
+
 template <bool Gated>
 void launch_activation_forward_family(const ActivationForwardArgs& args, Stream stream) {
+  if constexpr (!Gated) {
+    if (args.scales == nullptr) return launch_activation_forward_flat(args, stream);
+  }
   const int piece = activation_piece(Gated, args.type, args.x, args.y, nullptr, args.columns,
                                      args.params.interleave);
   const ColumnGrid grid = column_grid(args.rows, args.columns, piece, false, 0);

@@ -1,8 +1,6 @@
 // The torch side of the bias.
 #include "ligature/backend/cuda/bias.h"
 
-#include <ATen/ops/empty.h>
-
 #include "ligature/backend/cuda/activation_launch.h"
 #include "ligature/backend/cuda/launch.h"
 #include "ligature/backend/cuda/sums_launch.h"
@@ -25,7 +23,7 @@ Tensor bias_forward(const Tensor& x_, const Tensor& b_) {
   const DeviceGuard guard(x_.device());
   const Tensor x = x_.contiguous();
   const Tensor b = serve(b_).contiguous();
-  Tensor y = at::empty(x.sizes(), x.options());
+  Tensor y = empty_as(x);
   BiasArgs args = args_of(x, b.numel());
   args.b = b.const_data_ptr();
   args.b_type = type_of(b);
@@ -41,8 +39,8 @@ Tensor bias_backward(const Tensor& dy_, int64_t features) {
   const Stream stream = stream_of(dy);
   BiasArgs args = args_of(dy, features);
   const ColumnGrid grid = bias_backward_grid(args, sm_count(dy));
-  Tensor db = at::empty({features}, dy.options());
-  const Tensor partials = at::empty({grid.down, features}, dy.options().dtype(at::kFloat));
+  Tensor db = empty_on({features}, dy.scalar_type(), dy.device());
+  const Tensor partials = empty_on({grid.down, features}, at::kFloat, dy.device());
   args.partials = static_cast<float*>(partials.data_ptr());
   launch_bias_backward(args, grid, stream);
   check_launch("bias_backward");

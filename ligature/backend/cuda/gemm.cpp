@@ -3,7 +3,6 @@
 #include "ligature/backend/cuda/gemm.h"
 
 #include <ATen/Context.h>
-#include <ATen/cuda/EmptyTensor.h>
 
 #include <algorithm>
 
@@ -60,10 +59,6 @@ GemmType gemm_type(at::ScalarType dtype) {
     default:
       return GemmType::Float32;
   }
-}
-
-Tensor empty_on(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
-  return Tensor(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
 }
 
 Tensor set_coefficients(Gemm& gemm, const ProductTerms& terms, float beta, Stream stream) {

@@ -30,8 +30,6 @@ inline Tensor as_dtype(const Tensor& t, at::ScalarType dtype) {
   return !t.defined() || t.scalar_type() == dtype ? t : t.to(dtype);
 }
 
-Tensor empty_on(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device);
-
 /// Gives a product its alpha and beta: from the host, or from factors on the device, which the
 /// returned tensor holds.
 Tensor set_coefficients(Gemm& gemm, const ProductTerms& terms, float beta, Stream stream);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/cuda/CUDAContextLight.h>
+#include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -38,6 +39,12 @@ inline Stream stream_of(const Tensor& x) {
 
 /// Multiprocessors of the tensor's device; asked once.
 int sm_count(const Tensor& x);
+
+/// Memory for results, row-major, without the way through the dispatcher.
+inline Tensor empty_on(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
+  return Tensor(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
+}
+inline Tensor empty_as(const Tensor& x) { return empty_on(x.sizes(), x.scalar_type(), x.device()); }
 
 /// Null for an undefined tensor.
 inline const void* data_of(const Tensor& x) { return x.defined() ? x.const_data_ptr() : nullptr; }

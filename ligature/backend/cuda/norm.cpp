@@ -2,8 +2,7 @@
 // made float32; the kernels read one type.
 #include "ligature/backend/cuda/norm.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/clone.h>
 
 #include "ligature/backend/cuda/launch.h"
 #include "ligature/backend/cuda/norm_launch.h"
@@ -18,7 +17,7 @@ struct Kind {
 constexpr Kind kLayerNorm{true, true}, kRMSNorm{false, true}, kL2Norm{false, false};
 
 Tensor make_statistic(const Tensor& x, int64_t rows) {
-  return at::empty({rows}, x.options().dtype(at::kFloat));
+  return empty_on({rows}, at::kFloat, x.device());
 }
 
 NormForwardArgs forward_args(const Tensor& x, int64_t columns, Kind kind, const Tensor& mean,
@@ -35,6 +34,11 @@ NormForwardArgs forward_args(const Tensor& x, int64_t columns, Kind kind, const 
   return args;
 }
 
+/// A parameter that begins at a whole vector, as the kernels read it.
+Tensor in_vectors(const Tensor& w) {
+  return reinterpret_cast<uintptr_t>(data_of(w)) % 16 == 0 ? w : w.clone();
+}
+
 /// y, with the statistics found or, where `given`, read.
 Tensor run_forward(NormForwardArgs args, const Tensor& x, const Tensor& w, const Tensor& b,
                    bool zero_centered, at::ScalarType out_dtype, const char* name) {
@@ -44,8 +48,8 @@ Tensor run_forward(NormForwardArgs args, const Tensor& x, const Tensor& w, const
   const at::ScalarType w_dtype = same ? x_dtype : at::kFloat;
   const at::ScalarType y_dtype =
       x_dtype == at::kFloat ? served(out_dtype) : (out_dtype == x_dtype ? x_dtype : at::kFloat);
-  const Tensor weight = cast(w, w_dtype), bias = cast(b, w_dtype);
-  Tensor y = at::empty(x.sizes(), x.options().dtype(y_dtype));
+  const Tensor weight = in_vectors(cast(w, w_dtype)), bias = in_vectors(cast(b, w_dtype));
+  Tensor y = empty_on(x.sizes(), y_dtype, x.device());
   args.y = y.mutable_data_ptr();
   args.y_type = type_of(y_dtype);
   args.zero_centered = zero_centered;
@@ -93,10 +97,10 @@ struct WeightGrads {
       : blocks(blocks_), columns(columns_) {
     const int64_t count = (needs.dw ? 1 : 0) + (needs.db ? 1 : 0);
     if (count == 0) return;
-    partials = at::empty({count, blocks, columns}, w.options().dtype(at::kFloat));
-    const auto options = w.options().dtype(served(w.scalar_type()));
-    if (needs.dw) dw = at::empty(w.sizes(), options);
-    if (needs.db) db = at::empty(w.sizes(), options);
+    partials = empty_on({count, blocks, columns}, at::kFloat, w.device());
+    const at::ScalarType dtype = served(w.scalar_type());
+    if (needs.dw) dw = empty_on(w.sizes(), dtype, w.device());
+    if (needs.db) db = empty_on(w.sizes(), dtype, w.device());
   }
 
   float* dw_partials() const { return dw.defined() ? start() : nullptr; }
@@ -129,7 +133,7 @@ NormBackward backward(const Tensor& dy_, const Tensor& x_, const Tensor& mean, c
   const Tensor dy = as_read(dy_), x = as_read(x_), add = as_read(add_), w = serve(w_);
   const Stream stream = stream_of(x);
   NormBackward result;
-  if (needs.dx) result.dx = at::empty_like(x_);
+  if (needs.dx) result.dx = empty_as(x_);
 
   NormBackwardArgs args;
   args.rows = columns > 0 ? x.numel() / columns : 0;

@@ -1,9 +1,11 @@
 // The norms backward: dx in one pass over dy and x, with dw and db gathered on the way. The grid is
-// as wide as the device; each block walks its rows, the next row's loads under way while it works
-// on one, and leaves one row of partial sums, so the sums' order depends on the device alone.
+// as wide as the device; each block walks its rows and leaves one row of partial sums, so the sums'
+// order depends on the device alone. Here is the choice between the kernels, and what
+// norm_backward_staged.cu does not serve: rows that are not made of whole vectors, and long ones.
 #include "ligature/backend/cuda/device/norm.cuh"
 #include "ligature/backend/cuda/device/reduce.cuh"
 #include "ligature/backend/cuda/device/row_access.cuh"
+#include "ligature/backend/cuda/norm_backward_staged.h"
 #include "ligature/backend/cuda/norm_launch.h"
 
 namespace ligature::cuda {
@@ -77,7 +79,7 @@ __device__ __forceinline__ void add_groups(float (&dw)[Pieces][N], float (&db)[P
 /// A group of `Warps` warps with `Pieces` pieces of N values per thread holds a row; `Groups` of
 /// them make a block.
 template <typename T, int N, int Warps, int Pieces, int Groups>
-__global__ void __launch_bounds__(Warps * Groups * kWarp, N > 1 && Warps * Groups <= 8 ? 2 : 1)
+__global__ void __launch_bounds__(Warps* Groups* kWarp)
     norm_backward_kernel(const NormBackwardArgs args) {
   constexpr int threads = Warps * kWarp;
   constexpr int step = threads * N;
@@ -246,34 +248,16 @@ __global__ void __launch_bounds__(kLongWarps* kWarp)
   }
 }
 
-// What the kernels hold, in vectors of 16 bytes; single values are held likewise.
-constexpr int64_t kShort = 1 * kWarp, kHalf = 2 * kWarp, kMiddle = 8 * kWarp;
-constexpr int64_t kWide = 16 * kWarp, kWidest = 32 * kWarp;
-
-int64_t groups_for(int64_t columns, int64_t vector) {
-  const int64_t vectors = (columns + vector - 1) / vector;
-  return vectors <= kHalf ? 8 : (vectors <= kMiddle ? 2 : 1);
-}
-
-template <typename T, int N, int Warps, int Pieces, int Groups>
+template <typename T, int Warps, int Pieces, int Groups>
 void launch_held(const NormBackwardArgs& args, int64_t blocks, Stream stream) {
   const bool sums = args.dw_partials != nullptr || args.db_partials != nullptr;
   const size_t shared = sums && Groups > 1 ? 2 * sizeof(float) * args.columns : 0;
-  norm_backward_kernel<T, N, Warps, Pieces, Groups>
+  norm_backward_kernel<T, 1, Warps, Pieces, Groups>
       <<<static_cast<unsigned int>(blocks), Warps * Groups * kWarp, shared, stream>>>(args);
 }
 
-/// N values at a time, `Fill` times as many pieces of them as vectors.
-template <typename T, int N, int Fill>
-void launch_pieces(const NormBackwardArgs& args, int64_t blocks, Stream stream) {
-  const int64_t held = (args.columns + N * Fill - 1) / (N * Fill);
-  if (held <= kShort) return launch_held<T, N, 1, Fill, 8>(args, blocks, stream);
-  if (held <= kHalf) return launch_held<T, N, 1, 2 * Fill, 8>(args, blocks, stream);
-  if (held <= kMiddle) return launch_held<T, N, 4, 2 * Fill, 2>(args, blocks, stream);
-  if (held <= kWide) return launch_held<T, N, 8, 2 * Fill, 1>(args, blocks, stream);
-  if constexpr (Fill == 1) {
-    if (held <= kWidest) return launch_held<T, N, 16, 2 * Fill, 1>(args, blocks, stream);
-  }
+template <typename T, int N>
+void launch_long(const NormBackwardArgs& args, int64_t blocks, Stream stream) {
   norm_backward_long_kernel<T, N>
       <<<static_cast<unsigned int>(blocks), kLongWarps * kWarp, 0, stream>>>(args);
 }
@@ -281,25 +265,30 @@ void launch_pieces(const NormBackwardArgs& args, int64_t blocks, Stream stream) 
 template <typename T>
 void launch(const NormBackwardArgs& args, int64_t blocks, Stream stream) {
   constexpr int N = kVector<T>;
+  constexpr int64_t kMaxStagedRows = int64_t{1} << 30;  // it counts them in int
   if (allows_vectors<N>(args.x, args.x_type, args.columns) &&
       allows_vectors<N>(args.dy, args.x_type, args.columns) &&
       allows_vectors<N>(args.add, args.x_type, args.columns) &&
       allows_vectors<N>(args.w, args.w_type, args.columns) &&
       allows_vectors<N>(args.dx, args.dx_type, args.columns)) {
-    launch_pieces<T, N, 1>(args, blocks, stream);
-  } else {
-    launch_pieces<T, 1, N>(args, blocks, stream);
+    if (staged_shape(args.columns, args.x_type).rows > 0 && args.rows < kMaxStagedRows) {
+      return launch_norm_backward_staged(args, blocks, stream);
+    }
+    return launch_long<T, N>(args, blocks, stream);
   }
+  if (args.columns <= 16 * kWarp) return launch_held<T, 1, 16, 8>(args, blocks, stream);
+  if (args.columns <= 64 * kWarp) return launch_held<T, 4, 16, 2>(args, blocks, stream);
+  if (args.columns <= 128 * kWarp) return launch_held<T, 8, 16, 1>(args, blocks, stream);
+  launch_long<T, 1>(args, blocks, stream);
 }
 
 }  // namespace
 
 int64_t norm_backward_blocks(int64_t rows, int64_t columns, Type x_type, int sm_count) {
-  const int64_t vector = 16 / size_of(x_type);
-  const int64_t groups = groups_for(columns, vector);
-  const int64_t wanted = (rows + groups - 1) / groups;
-  const bool wide = columns > kWide * vector;
-  const int64_t most = sm_count * (wide ? 1 : 2);
+  const StagedShape shape = staged_shape(columns, x_type);
+  if (shape.rows == 0) return rows < sm_count ? rows : sm_count;
+  const int64_t wanted = (rows + shape.rows - 1) / shape.rows;
+  const int64_t most = int64_t{sm_count} * shape.blocks;
   return wanted < most ? wanted : most;
 }
 

@@ -1,5 +1,7 @@
 // LayerNorm, RMSNorm and L2 normalization forward. A row is read once and held in the registers of
-// one to 16 warps; a row too long for that is read again from the caches.
+// one to 16 warps; a row too long for that is read again from the caches. How a row is cut depends
+// on x alone, and every rounding of the statistics is named: whoever asks for them gets the same
+// bits.
 #include "ligature/backend/cuda/device/memory.cuh"
 #include "ligature/backend/cuda/device/norm.cuh"
 #include "ligature/backend/cuda/device/reduce.cuh"
@@ -49,15 +51,22 @@ __device__ __forceinline__ void with_row_types(const NormForwardArgs& args, cons
   }
 }
 
+/// sum += the values, or their squares.
+template <typename T, int N>
+__device__ __forceinline__ void add_values(const Packed<T, N>& x, bool squares, float& sum) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum = squares ? __fmaf_rn(x[i], x[i], sum) : __fadd_rn(sum, x[i]);
+}
+
 /// sums[0] += deviations from `mean`, sums[1] += their squares.
 template <typename T, int N>
 __device__ __forceinline__ void add_deviations(const Packed<T, N>& x, float mean,
                                                float (&sums)[2]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const float deviation = x[i] - mean;
-    sums[0] += deviation;
-    sums[1] += deviation * deviation;
+    const float deviation = __fsub_rn(x[i], mean);
+    sums[0] = __fadd_rn(sums[0], deviation);
+    sums[1] = __fmaf_rn(deviation, deviation, sums[1]);
   }
 }
 
@@ -65,14 +74,14 @@ __device__ __forceinline__ void add_deviations(const Packed<T, N>& x, float mean
 // took from the mean.
 __device__ __forceinline__ Statistics centered_statistics(float rough, const float (&sums)[2],
                                                           float n, float eps) {
-  const float drift = sums[0] / n;
-  const float variance = sums[1] / n - drift * drift;
-  return {rough + drift, inverse_root((variance < 0.0f ? 0.0f : variance) + eps)};
+  const float drift = __fdiv_rn(sums[0], n);
+  const float variance = __fmaf_rn(-drift, drift, __fdiv_rn(sums[1], n));
+  return {__fadd_rn(rough, drift), inverse_root(__fadd_rn(variance < 0.0f ? 0.0f : variance, eps))};
 }
 
 __device__ __forceinline__ Statistics plain_statistics(float squares, const NormForwardArgs& args) {
   const float divisor = args.averaged ? static_cast<float>(args.columns) : 1.0f;
-  return {0.0f, inverse_root(squares / divisor + args.eps)};
+  return {0.0f, inverse_root(__fadd_rn(__fdiv_rn(squares, divisor), args.eps))};
 }
 
 __device__ __forceinline__ void keep(const NormForwardArgs& args, int64_t row, Statistics s) {
@@ -84,56 +93,89 @@ __device__ __forceinline__ Statistics kept(const NormForwardArgs& args, int64_t 
   return {args.centered ? args.mean[row] : 0.0f, args.rstd[row]};
 }
 
-/// `Warps` warps with `Pieces` pieces of N values per thread hold a row. Groups of one warp are
-/// independent; a larger group is a block, so that its barriers are the block's.
-template <typename T, int N, int Warps, int Pieces, int Groups = Warps == 1 ? 4 : 1>
-__global__ void __launch_bounds__(Warps * Groups * kWarp)
-    norm_forward_kernel(const NormForwardArgs args) {
+/// What a kernel is made for. The general form finds out at run time which norm it is and which
+/// types w and y have; the others have x's, and read w and b while the sums are made.
+enum class Form { General, Centered, Plain };
+
+/// Pieces of a parameter in x's type, `fallback` without one, zeros beyond the row.
+template <typename T, int N, int Pieces>
+__device__ __forceinline__ void read_pieces(const void* from, int first, int step, int columns,
+                                            float fallback, Packed<T, N> (&to)[Pieces]) {
+  if (from != nullptr) {
+#pragma unroll
+    for (int p = 0; p < Pieces; ++p) {
+      to[p] = read_piece<N>(static_cast<const T*>(from), first + p * step, columns);
+    }
+  } else {
+    float values[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = fallback;
+#pragma unroll
+    for (int p = 0; p < Pieces; ++p) to[p] = pack<T>(values);
+  }
+}
+
+/// One warp holds a row, or a whole block.
+template <int Warps>
+constexpr int kRowsOfBlock = Warps == 1 ? 4 : 1;
+
+/// How many blocks of four warps are wanted at once: with fewer registers more loads are under way.
+template <Form form>
+constexpr int kBlocksAtOnce = form == Form::General ? 1 : (form == Form::Plain ? 8 : 6);
+
+/// `Warps` warps with `Pieces` pieces of N values per thread hold a row; `begin` is the grid's
+/// first.
+template <typename T, int N, int Warps, int Pieces, Form form>
+__global__ void __launch_bounds__(Warps* kRowsOfBlock<Warps>* kWarp,
+                                  Warps <= 4 ? kBlocksAtOnce<form> : 1)
+    norm_forward_kernel(const NormForwardArgs args, const int64_t begin) {
   constexpr int threads = Warps * kWarp;
   constexpr int step = threads * N;
-  __shared__ typename BlockSum<Warps, 2, Groups>::Shared shared;
-  BlockSum<Warps, 2, Groups> block_sum(shared);
-  const int group = static_cast<int>(threadIdx.x) / threads;
+  constexpr bool early = form != Form::General && Pieces <= 4;
+  __shared__ typename BlockSum<Warps, 2, kRowsOfBlock<Warps>>::Shared shared;
+  BlockSum<Warps, 2, kRowsOfBlock<Warps>> block_sum(shared);
   const int first = static_cast<int>(threadIdx.x) % threads * N;
   const int columns = static_cast<int>(args.columns);
   const float n = static_cast<float>(columns);
+  const bool centered = form == Form::General ? args.centered : form == Form::Centered;
+  const int64_t row = begin + int64_t{blockIdx.x} * kRowsOfBlock<Warps> + threadIdx.x / threads;
+  if (row >= args.rows) return;
 
-  for (int64_t row = int64_t{blockIdx.x} * Groups + group; row < args.rows;
-       row += int64_t{gridDim.x} * Groups) {
-    const T* x_row = static_cast<const T*>(args.x) + row * columns;
-    Packed<T, N> x[Pieces];
+  const T* x_row = static_cast<const T*>(args.x) + row * columns;
+  Packed<T, N> x[Pieces];
 #pragma unroll
-    for (int p = 0; p < Pieces; ++p) x[p] = read_piece<N>(x_row, first + p * step, columns);
-    Statistics s;
-    if (args.given) {
-      s = kept(args, row);
-    } else if (args.centered) {
-      float sum[1] = {0.0f}, sums[2] = {0.0f, 0.0f};
+  for (int p = 0; p < Pieces; ++p) x[p] = read_piece<N>(x_row, first + p * step, columns);
+  Packed<T, N> gamma[Pieces], beta[Pieces] = {};
+  if (early && args.y != nullptr) {
+    read_pieces(args.w, first, step, columns, 1.0f, gamma);
+    if (centered) read_pieces(args.b, first, step, columns, 0.0f, beta);
+  }
+
+  Statistics s;
+  if (args.given) {
+    s = kept(args, row);
+  } else {
+    float sum[1] = {0.0f};
+#pragma unroll
+    for (int p = 0; p < Pieces; ++p) add_values(x[p], !centered, sum[0]);
+    block_sum(sum);
+    if (centered) {
+      const float rough = __fdiv_rn(sum[0], n);
+      float sums[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int p = 0; p < Pieces; ++p) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) sum[0] += x[p][i];
-      }
-      block_sum(sum);
-      const float rough = sum[0] / n;
-#pragma unroll
-      for (int p = 0; p < Pieces; ++p) {
+        forget(x[p]);
         if (first + p * step < columns) add_deviations(x[p], rough, sums);
       }
       block_sum(sums);
       s = centered_statistics(rough, sums, n, args.eps);
     } else {
-      float sum[1] = {0.0f};
-#pragma unroll
-      for (int p = 0; p < Pieces; ++p) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) sum[0] += x[p][i] * x[p][i];
-      }
-      block_sum(sum);
       s = plain_statistics(sum[0], args);
     }
-    if (!args.given && first == 0) keep(args, row, s);
-    if (args.y == nullptr) continue;
+    if (first == 0) keep(args, row, s);
+  }
+  if (args.y == nullptr) return;
+  if constexpr (form == Form::General) {
     with_row_types<T>(args, [&](auto w, auto y) {
 #pragma unroll
       for (int p = 0; p < Pieces; ++p) {
@@ -141,6 +183,30 @@ __global__ void __launch_bounds__(Warps * Groups * kWarp)
         if (at < columns) write<decltype(w), decltype(y)>(args, x[p], s, row, at);
       }
     });
+  } else {
+    // w + -0 is w, also where w is -0.
+    const float shift = args.zero_centered && args.w != nullptr ? 1.0f : -0.0f;
+    T* y_row = static_cast<T*>(args.y) + row * columns;
+#pragma unroll
+    for (int p = 0; p < Pieces; ++p) {
+      const int at = first + p * step;
+      if (at >= columns) continue;
+      float w[N], b[N], y[N];
+      if constexpr (!early) {
+        read_parameter<N, T>(args.w, at, 1.0f, w);
+        read_parameter<N, T>(centered ? args.b : nullptr, at, 0.0f, b);
+      }
+      forget(x[p]);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if constexpr (early) {
+          w[i] = gamma[p][i];
+          b[i] = beta[p][i];
+        }
+        y[i] = normalized(x[p][i], s, __fadd_rn(w[i], shift), b[i]);
+      }
+      store<N>(y_row + at, y);
+    }
   }
 }
 
@@ -166,13 +232,11 @@ __global__ void __launch_bounds__(kLongWarps* kWarp)
       float sum[1] = {0.0f}, sums[2] = {0.0f, 0.0f};
 #pragma unroll 4
       for (int64_t at = first; at < columns; at += step) {
-        const Packed<T, N> x = load_packed<N>(x_row + at);
-#pragma unroll
-        for (int i = 0; i < N; ++i) sum[0] += args.centered ? x[i] : x[i] * x[i];
+        add_values(load_packed<N>(x_row + at), !args.centered, sum[0]);
       }
       block_sum(sum);
       if (args.centered) {
-        const float rough = sum[0] / n;
+        const float rough = __fdiv_rn(sum[0], n);
 #pragma unroll 4
         for (int64_t at = first; at < columns; at += step) {
           add_deviations(load_packed<N>(x_row + at), rough, sums);
@@ -195,15 +259,15 @@ __global__ void __launch_bounds__(kLongWarps* kWarp)
 
 constexpr int64_t kMaxBlocks = int64_t{1} << 30;
 
-template <typename T, int N, int Warps, int Pieces>
-bool launch_if_fits(const NormForwardArgs& args, Stream stream) {
-  if (args.columns > Warps * kWarp * Pieces * N) return false;
-  constexpr int64_t groups = Warps == 1 ? 4 : 1;
-  const int64_t blocks = (args.rows + groups - 1) / groups;
-  norm_forward_kernel<T, N, Warps, Pieces>
-      <<<static_cast<unsigned int>(blocks < kMaxBlocks ? blocks : kMaxBlocks),
-         Warps * groups * kWarp, 0, stream>>>(args);
-  return true;
+template <typename T, int N, int Warps, int Pieces, Form form>
+void launch_held(const NormForwardArgs& args, Stream stream) {
+  constexpr int64_t held = kRowsOfBlock<Warps>;
+  for (int64_t begin = 0; begin < args.rows; begin += kMaxBlocks * held) {
+    const int64_t blocks = (args.rows - begin + held - 1) / held;
+    norm_forward_kernel<T, N, Warps, Pieces, form>
+        <<<static_cast<unsigned int>(blocks < kMaxBlocks ? blocks : kMaxBlocks),
+           Warps * held * kWarp, 0, stream>>>(args, begin);
+  }
 }
 
 template <typename T, int N>
@@ -213,24 +277,39 @@ void launch_long(const NormForwardArgs& args, Stream stream) {
       <<<static_cast<unsigned int>(blocks), kLongWarps * kWarp, 0, stream>>>(args);
 }
 
+/// The quickest cut of a row of vectors. With two sums after each other, as the mean needs them, a
+/// warp that waits for no other is ahead at a middle length.
+template <typename T, Form form>
+void launch_vectors(const NormForwardArgs& args, Stream stream) {
+  constexpr int N = kVector<T>;
+  const int64_t vectors = args.columns / N;
+  if (vectors <= 2 * kWarp) return launch_held<T, N, 1, 2, form>(args, stream);
+  if (vectors <= 4 * kWarp) return launch_held<T, N, 1, 4, form>(args, stream);
+  if (vectors <= 8 * kWarp) {
+    if constexpr (form != Form::Plain) {
+      if (args.centered) return launch_held<T, N, 1, 8, form>(args, stream);
+    }
+    if constexpr (form != Form::Centered) return launch_held<T, N, 4, 2, form>(args, stream);
+  }
+  if (vectors <= 16 * kWarp) return launch_held<T, N, 4, 4, form>(args, stream);
+  if (vectors <= 32 * kWarp) return launch_held<T, N, 8, 4, form>(args, stream);
+  if (vectors <= 64 * kWarp) return launch_held<T, N, 16, 4, form>(args, stream);
+  launch_long<T, N>(args, stream);
+}
+
 template <typename T>
 void launch(const NormForwardArgs& args, Stream stream) {
-  constexpr int N = kVector<T>;
-  if (allows_vectors<N>(args.x, args.x_type, args.columns) &&
-      allows_vectors<N>(args.w, args.w_type, args.columns) &&
-      allows_vectors<N>(args.b, args.w_type, args.columns) &&
-      allows_vectors<N>(args.y, args.y_type, args.columns)) {
-    if (launch_if_fits<T, N, 1, 1>(args, stream) || launch_if_fits<T, N, 1, 2>(args, stream) ||
-        launch_if_fits<T, N, 1, 4>(args, stream) || launch_if_fits<T, N, 4, 2>(args, stream) ||
-        launch_if_fits<T, N, 4, 4>(args, stream) || launch_if_fits<T, N, 8, 4>(args, stream) ||
-        launch_if_fits<T, N, 16, 4>(args, stream)) {
-      return;
-    }
-    launch_long<T, N>(args, stream);
-  } else if (!launch_if_fits<T, 1, 1, 8>(args, stream) &&
-             !launch_if_fits<T, 1, 4, 16>(args, stream)) {
-    launch_long<T, 1>(args, stream);
+  if (allows_vectors<kVector<T>>(args.x, args.x_type, args.columns)) {
+    const bool one_type = (args.y == nullptr || args.y_type == args.x_type) &&
+                          (args.w == nullptr || args.w_type == args.x_type) &&
+                          (args.b == nullptr || args.w_type == args.x_type);
+    if (one_type && args.centered) return launch_vectors<T, Form::Centered>(args, stream);
+    if (one_type && args.b == nullptr) return launch_vectors<T, Form::Plain>(args, stream);
+    return launch_vectors<T, Form::General>(args, stream);
   }
+  if (args.columns <= 8 * kWarp) return launch_held<T, 1, 1, 8, Form::General>(args, stream);
+  if (args.columns <= 64 * kWarp) return launch_held<T, 1, 4, 16, Form::General>(args, stream);
+  launch_long<T, 1>(args, stream);
 }
 
 }  // namespace

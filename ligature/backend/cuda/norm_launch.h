@@ -9,6 +9,7 @@ namespace ligature::cuda {
 struct NormForwardArgs {
   int64_t rows = 0, columns = 0;
   const void* x = nullptr;
+  // These three begin at whole vectors of 16 bytes, so that x alone decides how rows are read.
   const void* w = nullptr;  // null: a factor of 1
   const void* b = nullptr;  // may be null
   void* y = nullptr;        // null: only the statistics are wanted

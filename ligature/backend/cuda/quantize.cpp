@@ -2,12 +2,14 @@
 // quantizes its own result serves.
 #include "ligature/backend/cuda/quantize.h"
 
+#include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
 #include <cmath>
 
 #include "ligature/backend/cuda/activation.h"
+#include "ligature/backend/cuda/gemm_tensor.h"
 #include "ligature/backend/cuda/launch.h"
 #include "ligature/backend/cuda/norm.h"
 #include "ligature/backend/cuda/quantize_launch.h"
@@ -26,6 +28,50 @@ bool is_aligned(const Tensor& x, uintptr_t bytes = 16) {
   return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % bytes == 0;
 }
 
+/// As shapes::empty_matrix; but scales of lines of 128 lie column after column, as products read
+/// them.
+QuantizedMatrix empty_matrix(MatrixShape shape, const Format& format, at::Device device,
+                             bool own_scale) {
+  const auto blocks = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
+  const bool fp4 = format.element == Element::E2M1;
+  const int64_t size = format.block_size();
+  QuantizedMatrix q;
+  q.data =
+      empty_on({shape.rows, fp4 ? blocks(shape.columns, 2) : shape.columns}, at::kByte, device);
+  if (!own_scale) return q;
+  if (format.per_tensor()) {
+    q.scale = empty_on({1}, at::kFloat, device);
+  } else if (format.block_2d) {
+    q.scale = empty_on({blocks(shape.rows, size), blocks(shape.columns, size)},
+                       format.scaling == Scaling::Block ? at::kFloat : at::kByte, device);
+  } else if (format.scaling == Scaling::Block) {
+    q.scale = Tensor(at::detail::empty_strided_cuda({shape.rows, blocks(shape.columns, size)},
+                                                    {1, shape.rows}, at::kFloat, device));
+  } else {
+    q.scale = empty_on({shape.rows, blocks(shape.columns, size)}, at::kByte, device);
+  }
+  if (format.scaling == Scaling::NV) {
+    q.amax = empty_on({format.row_scaled ? shape.rows : 1}, at::kFloat, device);
+  }
+  return q;
+}
+
+/// Both orientations, as shapes::empty_pair.
+QuantizedPair empty_pair(MatrixShape shape, const QuantizeArgs& args, at::Device device) {
+  const Format& format = args.format;
+  QuantizedPair pair;
+  if (args.rowwise) pair.rowwise = empty_matrix(shape, format, device, true);
+  if (!args.columnwise) return pair;
+  const bool shared = args.rowwise && format.per_tensor();
+  const int64_t columns = format.hadamard ? (shape.rows + 15) / 16 * 16 : shape.rows;
+  pair.columnwise = empty_matrix({shape.columns, columns}, format, device, !shared);
+  if (shared) pair.columnwise.scale = pair.rowwise.scale;
+  if (args.rowwise && !format.hadamard && !format.row_scaled) {
+    pair.columnwise.amax = pair.rowwise.amax;
+  }
+  return pair;
+}
+
 QuantizeOutput output_of(const QuantizedMatrix& q, MatrixShape shape, const Format& format) {
   QuantizeOutput out;
   if (!q.defined()) return out;
@@ -36,7 +82,10 @@ QuantizeOutput output_of(const QuantizedMatrix& q, MatrixShape shape, const Form
   out.rows = shape.rows;
   out.columns = shape.columns;
   out.stride = q.data.size(1);
-  out.scale_stride = q.scale.size(-1);
+  if (q.scale.dim() == 2) {
+    out.scale_stride = q.scale.stride(0);
+    out.scale_step = q.scale.stride(1);
+  }
   out.vectors = out.stride % bytes == 0 && is_aligned(q.data, static_cast<uintptr_t>(bytes));
   return out;
 }
@@ -47,8 +96,9 @@ void clear(const Tensor& t, Stream stream) {
 }
 
 /// The largest magnitudes that NV's factors come from, shared with other processes.
+template <typename Launch>
 void find_nv_amax(QuantizedPair& out, QuantizePlan& plan, const QuantizeArgs& args,
-                  const std::function<void(const QuantizePlan&)>& launch, Stream stream) {
+                  const Launch& launch, Stream stream) {
   const bool shared =
       args.rowwise && args.columnwise && !args.format.hadamard && !args.format.row_scaled;
   if (args.rowwise) clear(out.rowwise.amax, stream);
@@ -65,10 +115,11 @@ void find_nv_amax(QuantizedPair& out, QuantizePlan& plan, const QuantizeArgs& ar
 }
 
 /// `launch` is called with a plan once, or twice where the largest value has to be known first.
+template <typename Launch>
 QuantizedPair run(MatrixShape shape, const Tensor& like, const QuantizeArgs& args, const char* name,
-                  const std::function<void(const QuantizePlan&)>& launch) {
+                  const Launch& launch) {
   const Stream stream = stream_of(like);
-  QuantizedPair out = shapes::empty_pair(shape, args, at::TensorOptions().device(like.device()));
+  QuantizedPair out = empty_pair(shape, args, like.device());
   QuantizePlan plan;
   plan.format = args.format;
   plan.rows = shape.rows;
@@ -85,7 +136,7 @@ QuantizedPair run(MatrixShape shape, const Tensor& like, const QuantizeArgs& arg
       if (args.amax.defined()) plan.amax = args.amax.mutable_data_ptr<float>();
       break;
     case Scaling::Current:
-      amax = at::empty({1}, at::TensorOptions(at::kFloat).device(like.device()));
+      amax = empty_on({1}, at::kFloat, like.device());
       plan.amax = amax.mutable_data_ptr<float>();
       clear(amax, stream);
       plan.find_amax = true;
@@ -122,6 +173,11 @@ bool serves_scales(const Tensor& scales) {
   return !scales.defined() || (computes_in(scales.scalar_type()) && scales.is_contiguous());
 }
 
+/// Are tiles cast from registers, as norms are?
+bool casts_tiles(int64_t rows, const Format& format) {
+  return rows <= 65535 * kTile && !(format.scaling == Scaling::MX && format.block_2d);
+}
+
 ActivationSource source_of(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
   ActivationSource source{};
   source.kind = kind_of(spec);
@@ -147,7 +203,9 @@ void decode(const Tensor& out, const QuantizedMatrix& q, const Format& format, b
   plan.amax = q.amax.defined() ? q.amax.const_data_ptr<float>() : nullptr;
   plan.rows = out.size(0);
   plan.columns = out.size(1);
-  plan.scale_stride = q.scale.size(-1);
+  const bool matrix = q.scale.dim() == 2;
+  plan.scale_stride = matrix ? q.scale.stride(0) : 0;
+  plan.scale_step = matrix ? q.scale.stride(1) : 0;
   plan.operand = operand;
   launch_decode(plan, out.mutable_data_ptr(), type_of(out), stream_of(out));
   check_launch(operand ? "expand" : "dequantize");
@@ -185,7 +243,7 @@ QuantizedMatrix transpose(const QuantizedMatrix& q, const Format& format, int64_
   QuantizedMatrix result;
   const int64_t rows = q.data.size(0);
   const bool fp4 = format.element == Element::E2M1;
-  result.data = at::empty({columns, fp4 ? (rows + 1) / 2 : rows}, q.data.options());
+  result.data = empty_on({columns, fp4 ? (rows + 1) / 2 : rows}, at::kByte, q.data.device());
   result.amax = q.amax;
   result.scale = format.per_tensor() ? q.scale : q.scale.t().contiguous();
   launch_transpose_codes(q.data.const_data_ptr<uint8_t>(), rows, columns, fp4,
@@ -209,7 +267,8 @@ bool fuses_norm(const Tensor& x, const Tensor& w, const Tensor& b, at::ScalarTyp
                 const QuantizeArgs& args) {
   return args.format.scaling != Scaling::NV && x.numel() > 0 && is_half(x) &&
          out_dtype == x.scalar_type() && w.numel() == x.size(-1) && reads_vectors(x, x.size(-1)) &&
-         serves_parameter(w) && serves_parameter(b);
+         serves_parameter(w) && serves_parameter(b) &&
+         casts_tiles(shapes::matrix_shape(x.sizes()).rows, args.format);
 }
 
 NormQuantized norm_forward_quantize(const Tensor& x, const Tensor& w, const Tensor& b, double eps,
@@ -269,12 +328,11 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
   const MatrixShape shape = shapes::matrix_shape(x.sizes());
   const int64_t units = kernels::is_gated(spec.kind) ? shape.columns / 2 : shape.columns;
   const int64_t down = (shape.rows + kTile - 1) / kTile, across = (units + kTile - 1) / kTile;
-  const auto floats = x.options().dtype(at::kFloat);
   ActivationSource source = source_of(x, spec, scales);
   source.dy = dy.const_data_ptr();
   Tensor dbias_sums, dscales_sums;
-  if (need_dbias) dbias_sums = at::empty({down, shape.columns}, floats);
-  if (need_dscales) dscales_sums = at::empty({shape.rows, across}, floats);
+  if (need_dbias) dbias_sums = empty_on({down, shape.columns}, at::kFloat, x.device());
+  if (need_dscales) dscales_sums = empty_on({shape.rows, across}, at::kFloat, x.device());
   source.dbias = static_cast<float*>(mutable_data_of(dbias_sums));
   source.dscales = static_cast<float*>(mutable_data_of(dscales_sums));
   ActivationBackwardQuantized result;
@@ -282,7 +340,7 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
     launch_quantize_activation_backward(source, type_of(x), plan, stream_of(x));
   });
   if (need_dbias) {
-    result.dbias = at::empty({shape.columns}, x.options());
+    result.dbias = empty_on({shape.columns}, x.scalar_type(), x.device());
     launch_sum_partials({source.dbias, result.dbias.mutable_data_ptr(), type_of(x)}, {}, down,
                         shape.columns, stream_of(x));
   }

@@ -1,12 +1,97 @@
 // Gradients of activations written in FP8, with the sums of the bias gradient and of the scales'.
-// Of a gated activation a block computes two tiles at once, one in each half of dx.
+// Of a gated activation a block computes two tiles at once, one in each half of dx. As forward:
+// some kinds have kernels of their own, one kernel holds them all.
 #include "ligature/backend/cuda/device/activation.cuh"
+#include "ligature/backend/cuda/device/cast_tiles.cuh"
 #include "ligature/backend/cuda/device/tile.cuh"
 
 namespace ligature::cuda {
 namespace {
 
 constexpr int kWarps = kTileThreads / 32;
+
+template <typename T, typename F>
+struct BackwardRows {
+  using Value = T;
+  using Arguments = ActivationSource;
+  struct Row {};
+  struct Columns {};
+  static constexpr int kStreams = F::gated ? 3 : 2, kTiles = F::gated ? 2 : 1;
+  static constexpr bool kAsync = true, kSums = true;
+  static constexpr int kDepth = F::gated ? 3 : 4;
+  template <Factors G>
+  static constexpr int resident() {
+    return F::gated && G != Factors::Tensor ? 2 : 3;
+  }
+  static __device__ __forceinline__ int64_t units(const QuantizePlan& plan) {
+    return F::gated ? plan.columns / 2 : plan.columns;
+  }
+  static __device__ __forceinline__ int64_t apart(const QuantizePlan& plan) { return units(plan); }
+  static __device__ __forceinline__ int64_t stride(const QuantizePlan& plan, int s) {
+    return s == 0 ? units(plan) : plan.columns;
+  }
+  static __device__ __forceinline__ const T* from(const ActivationSource& source,
+                                                  const QuantizePlan& plan, int64_t r, int64_t c,
+                                                  int s) {
+    if (s == 0) return static_cast<const T*>(source.dy) + r * units(plan) + c;
+    return static_cast<const T*>(source.x) + r * plan.columns + (s - 1) * units(plan) + c;
+  }
+  static __device__ __forceinline__ Row row(const ActivationSource&, int64_t) { return {}; }
+  static __device__ __forceinline__ Columns columns(const ActivationSource&, int64_t) { return {}; }
+  static __device__ __forceinline__ void make(const ActivationSource& source,
+                                              const uint4 (&in)[kStreams], Row, const Columns&,
+                                              bool inside, uint32_t (&out)[kTiles][4],
+                                              float (&sums)[kTiles][kSide]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Gradient g[2];
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        const int j = 2 * i + u;
+        g[u] = F::gradient(value_of<T>(in[0], j), value_of<T>(in[1], j),
+                           F::gated ? value_of<T>(in[kStreams - 1], j) : 0.0f, source.params);
+        if (!inside) continue;
+        sums[0][j] = __fadd_rn(sums[0][j], g[u].da);
+        if constexpr (F::gated) sums[1][j] = __fadd_rn(sums[1][j], g[u].db);
+      }
+      out[0][i] = pack_2<T>(g[0].da, g[1].da);
+      if constexpr (F::gated) out[1][i] = pack_2<T>(g[0].db, g[1].db);
+    }
+  }
+  static __device__ __forceinline__ void write_sum(const ActivationSource& source,
+                                                   const QuantizePlan& plan, TilePlace place, int i,
+                                                   float sum) {
+    const int64_t column = place.column + i % kTile;
+    if (source.dbias == nullptr || column >= units(plan)) return;
+    source.dbias[place.row / kTile * plan.columns + i / kTile * units(plan) + column] = sum;
+  }
+};
+
+template <typename T, Activation A>
+bool launch_rows(const ActivationSource& source, const QuantizePlan& plan, Stream stream) {
+  const int64_t units = is_gated(A) ? plan.columns / 2 : plan.columns;
+  launch_cast<BackwardRows<T, ActivationFunctor<A>>>(plan, source, units, stream);
+  return true;
+}
+
+/// Is there a kernel of its own?
+template <typename T>
+bool launch_own(const ActivationSource& source, const QuantizePlan& plan, Stream stream) {
+  const int64_t units = is_gated(source.kind) ? plan.columns / 2 : plan.columns;
+  if (source.scales != nullptr || source.dscales != nullptr || !casts_directly(plan, units)) {
+    return false;
+  }
+  switch (source.kind) {
+    case Activation::SwiGLU:
+      return launch_rows<T, Activation::SwiGLU>(source, plan, stream);
+    case Activation::GEGLU:
+      return launch_rows<T, Activation::GEGLU>(source, plan, stream);
+    case Activation::GELU:
+      return launch_rows<T, Activation::GELU>(source, plan, stream);
+    default:
+      return false;
+  }
+}
 
 __device__ __forceinline__ float row_scale(const ActivationSource& source, int64_t row) {
   float scale[1] = {1.0f};
@@ -134,6 +219,7 @@ struct BackwardTiles {
 
 template <typename T>
 void launch(const ActivationSource& source, const QuantizePlan& plan, Stream stream) {
+  if (launch_own<T>(source, plan, stream)) return;
   if (is_gated(source.kind)) {
     launch_tiles(quantize_tiles_fp8<BackwardTiles<T, true>>, plan, source, plan.columns / 2,
                  BackwardTiles<T, true>::kBytes, stream);

@@ -18,7 +18,8 @@ struct Factors {
 __device__ __forceinline__ Factors factors_at(const DecodePlan& plan, int64_t row, int64_t column) {
   const Format& format = plan.format;
   const auto at = [&](int size) {
-    return (format.block_2d ? row / size : row) * plan.scale_stride + column / size;
+    return (format.block_2d ? row / size : row) * plan.scale_stride +
+           column / size * plan.scale_step;
   };
   switch (format.scaling) {
     case Scaling::Delayed:

@@ -18,6 +18,7 @@ struct QuantizeOutput {
   float* amax = nullptr;  ///< NV
   int64_t rows = 0, columns = 0;
   int64_t stride = 0, scale_stride = 0;  ///< from a row to the next
+  int64_t scale_step = 1;                ///< from a block to the next along a row
   bool vectors = false;                  ///< whole parts of a row are stored at once
 };
 
@@ -45,6 +46,7 @@ struct NormSource {
   Type w_type, b_type;
   bool zero_centered_gamma;
 };
+/// Up to 65535 * 128 rows; MX without square blocks.
 void launch_quantize_norm(const NormSource& source, Type type, const QuantizePlan& plan,
                           Stream stream);
 
@@ -65,15 +67,16 @@ void launch_quantize_activation(const ActivationSource& source, Type type, const
 void launch_quantize_activation_backward(const ActivationSource& source, Type type,
                                          const QuantizePlan& plan, Stream stream);
 
-/// Raises amax[0] to the largest magnitude of n values, without NaN.
-void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream);
+/// Raises amax[0] to the largest magnitude of n values, without NaN. `held`: at the largest float.
+void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream,
+                 bool held = false);
 
 struct DecodePlan {
   Format format;
   const uint8_t* data;
   const void* scale;
   const float* amax;
-  int64_t rows, columns, scale_stride;
+  int64_t rows, columns, scale_stride, scale_step;
   bool operand;  ///< without the factors that a matrix product takes by itself
 };
 void launch_decode(const DecodePlan& plan, void* out, Type out_type, Stream stream);

@@ -1,68 +1,64 @@
 // LayerNorm and RMSNorm written in FP8: their statistics are given, so that a tile of any rows and
 // columns can be computed by itself.
+#include "ligature/backend/cuda/device/cast_tiles.cuh"
 #include "ligature/backend/cuda/device/norm.cuh"
+#include "ligature/backend/cuda/device/row_access.cuh"
 #include "ligature/backend/cuda/device/tile.cuh"
 
 namespace ligature::cuda {
 namespace {
 
 template <typename T>
-struct NormTiles {
+struct NormRows {
   using Value = T;
   using Arguments = NormSource;
-  static constexpr int kTiles = 1;
-  static constexpr int kResident = 4;
-
+  using Row = Statistics;
+  struct Columns {
+    float gamma[kSide], beta[kSide];
+  };
+  static constexpr int kStreams = 1, kTiles = 1, kDepth = 8;
+  static constexpr bool kAsync = true, kSums = false;
+  template <Factors F>
+  static constexpr int resident() {
+    return 3;
+  }
   static __device__ __forceinline__ int64_t apart(const QuantizePlan&) { return 0; }
-
-  static __device__ __forceinline__ void fill(const NormSource& source, const QuantizePlan& plan,
-                                              TilePlace place, uint32_t* tile) {
-    constexpr int N = kVector<T>, kAcross = kTile / N, kRows = kTileThreads / kAcross, kBatch = 4;
-    const int column = threadIdx.x % kAcross * N;
-    const int64_t c = place.column + column;
-    const bool inside = c < plan.columns;
-    float gamma[N], beta[N];
+  static __device__ __forceinline__ int64_t units(const QuantizePlan& plan) { return plan.columns; }
+  static __device__ __forceinline__ int64_t stride(const QuantizePlan& plan, int) {
+    return plan.columns;
+  }
+  static __device__ __forceinline__ const T* from(const NormSource& source,
+                                                  const QuantizePlan& plan, int64_t r, int64_t c,
+                                                  int) {
+    return static_cast<const T*>(source.x) + r * plan.columns + c;
+  }
+  static __device__ __forceinline__ Row row(const NormSource& source, int64_t r) {
+    return {source.mean != nullptr ? __ldg(source.mean + r) : 0.0f, __ldg(source.rstd + r)};
+  }
+  static __device__ __forceinline__ Columns columns(const NormSource& source, int64_t c) {
+    Columns k;
+    read_parameter<T>(source.w, source.w_type, c, 1.0f, k.gamma);
+    read_parameter<T>(source.b, source.b_type, c, 0.0f, k.beta);
 #pragma unroll
-    for (int i = 0; i < N; ++i) beta[i] = 0.0f;
-    if (inside) {
-      load_any<N>(source.w, source.w_type, c, N, true, gamma);
-#pragma unroll
-      for (int i = 0; i < N; ++i) gamma[i] = gamma_of(gamma[i], source.zero_centered_gamma);
-      if (source.b != nullptr) load_any<N>(source.b, source.b_type, c, N, true, beta);
+    for (int i = 0; i < kSide; ++i) {
+      k.gamma[i] = gamma_of(k.gamma[i], source.zero_centered_gamma);
     }
-#pragma unroll 1
-    for (int first = threadIdx.x / kAcross; first < kTile; first += kRows * kBatch) {
-      Part<T, N> x[kBatch];
-      Statistics s[kBatch];
+    return k;
+  }
+  static __device__ __forceinline__ void make(const NormSource&, const uint4 (&in)[1], Row s,
+                                              const Columns& k, bool, uint32_t (&out)[1][4],
+                                              float (&)[1][kSide]) {
+    const auto value = [&](int i) {
+      return normalized(value_of<T>(in[0], i), s, k.gamma[i], k.beta[i]);
+    };
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        const int64_t r = place.row + first + k * kRows;
-        if (!inside || r >= plan.rows) continue;
-        x[k] = load_words(static_cast<const T*>(source.x) + r * plan.columns + c);
-        s[k] = {source.mean != nullptr ? source.mean[r] : 0.0f, source.rstd[r]};
-      }
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        const int row = first + k * kRows;
-        Packed<T, N> y;
-        if (inside && place.row + row < plan.rows) {
-#pragma unroll
-          for (int i = 0; i < N; ++i) {
-            y.values[i] = from_float<T>(normalized(x[k].value(i), s[k], gamma[i], beta[i]));
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < N; ++i) y.values[i] = from_float<T>(0.0f);
-        }
-        *reinterpret_cast<Packed<T, N>*>(tile_vector<T>(tile, row, column)) = y;
-      }
-    }
+    for (int i = 0; i < 4; ++i) out[0][i] = pack_2<T>(value(2 * i), value(2 * i + 1));
   }
 };
 
 template <typename T>
 void launch(const NormSource& source, const QuantizePlan& plan, Stream stream) {
-  launch_tiles(quantize_tiles_fp8<NormTiles<T>>, plan, source, plan.columns, kTileBytes<T>, stream);
+  launch_cast<NormRows<T>>(plan, source, plan.columns, stream);
 }
 
 }  // namespace

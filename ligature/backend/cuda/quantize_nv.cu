@@ -1,12 +1,13 @@
 // Casts of a matrix in memory to NVFP4. A block of 16 values is one thread's in both orientations;
-// square blocks meet in shared memory. Written for every option rather than for speed: no GPU that
-// is this backend's first target multiplies FP4.
+// square blocks meet in shared memory. Written for every option rather than for speed:
+// quantize_nv_tiles.cu is quicker where it serves.
 #include "ligature/backend/cuda/device/float4.cuh"
 #include "ligature/backend/cuda/device/plain_source.cuh"
 
 namespace ligature::cuda {
 
 void launch_quantize_nv(const void* x, Type type, const QuantizePlan& plan, Stream stream);
+bool launch_quantize_nv_tiles(const void* x, Type type, const QuantizePlan& plan, Stream stream);
 
 namespace {
 
@@ -203,10 +204,9 @@ __global__ void __launch_bounds__(kTileThreads)
   const NvPass columns{plan.columnwise, place.column, place.row, 1, true, format.hadamard};
   const bool rowwise = plan.rowwise.data != nullptr, columnwise = plan.columnwise.data != nullptr;
   if (plan.find_amax) {
-    // Both orientations have one largest value, unless they are of other values or of lines.
-    const bool apart = format.hadamard || format.row_scaled;
+    // Of other values or of lines: else both orientations have the tensor's.
     if (rowwise) amax_pass<T>(plan, rows, tile, shared_amax);
-    if (columnwise && (apart || !rowwise)) amax_pass<T>(plan, columns, tile, shared_amax + 1);
+    if (columnwise) amax_pass<T>(plan, columns, tile, shared_amax + 1);
     return;
   }
   if (format.block_2d) {
@@ -226,6 +226,11 @@ __global__ void __launch_bounds__(kTileThreads)
 }  // namespace
 
 void launch_quantize_nv(const void* x, Type type, const QuantizePlan& plan, Stream stream) {
+  if (plan.find_amax && !plan.format.hadamard && !plan.format.row_scaled) {
+    float* amax = plan.rowwise.data != nullptr ? plan.rowwise.amax : plan.columnwise.amax;
+    return launch_amax(x, type, plan.rows * plan.columns, amax, stream, true);
+  }
+  if (launch_quantize_nv_tiles(x, type, plan, stream)) return;
   const bool errors = plan.format.block_2d && plan.format.four_over_six != FourOverSix::None;
   with_type(type, [&](auto zero) {
     using T = decltype(zero);

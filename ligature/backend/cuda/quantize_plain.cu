@@ -1,5 +1,6 @@
 // Casts of a matrix in memory to FP8, and the largest magnitude of one. Row-wise data alone needs
-// no tiles: every thread casts 8 values where they are.
+// no tiles where its scales do not lie in columns: every thread casts 8 values where they are.
+#include "ligature/backend/cuda/device/cast_tiles.cuh"
 #include "ligature/backend/cuda/device/plain_source.cuh"
 
 namespace ligature::cuda {
@@ -26,6 +27,38 @@ __device__ __forceinline__ Part<T, kFlatPart> load_part_8(const T* x) {
   return part;
 }
 
+template <typename T>
+struct PlainRows {
+  using Value = T;
+  using Arguments = const T*;
+  struct Row {};
+  struct Columns {};
+  static constexpr int kStreams = 1, kTiles = 1, kDepth = 8;
+  static constexpr bool kAsync = false, kSums = false;
+  template <Factors F>
+  static constexpr int resident() {
+    return F == Factors::Tensor || F == Factors::Square128 ? 4 : 3;
+  }
+  static __device__ __forceinline__ int64_t apart(const QuantizePlan&) { return 0; }
+  static __device__ __forceinline__ int64_t units(const QuantizePlan& plan) { return plan.columns; }
+  static __device__ __forceinline__ int64_t stride(const QuantizePlan& plan, int) {
+    return plan.columns;
+  }
+  static __device__ __forceinline__ const T* from(Arguments x, const QuantizePlan& plan, int64_t r,
+                                                  int64_t c, int) {
+    return x + r * plan.columns + c;
+  }
+  static __device__ __forceinline__ Row row(Arguments, int64_t) { return {}; }
+  static __device__ __forceinline__ Columns columns(Arguments, int64_t) { return {}; }
+  static __device__ __forceinline__ void make(Arguments, const uint4 (&in)[1], Row, const Columns&,
+                                              bool, uint32_t (&out)[1][4], float (&)[1][kSide]) {
+    out[0][0] = in[0].x;
+    out[0][1] = in[0].y;
+    out[0][2] = in[0].z;
+    out[0][3] = in[0].w;
+  }
+};
+
 /// Values that no part of 8 covers, by one thread each.
 template <typename T>
 __device__ __forceinline__ uint32_t single_amax(T x) {
@@ -46,7 +79,8 @@ __device__ __forceinline__ uint8_t single_code(T x, float factor, Element elemen
   return static_cast<uint8_t>(codes[0]);
 }
 
-// The blocks of a row are as good as in one long row, since rows are whole blocks.
+// Without factors of blocks, or for MX: the blocks of a row are as good as in one long row, since
+// rows are whole blocks.
 template <typename T>
 __global__ void __launch_bounds__(kFlatThreads)
     quantize_flat(const __grid_constant__ QuantizePlan plan, const T* x, int64_t n) {
@@ -54,7 +88,6 @@ __global__ void __launch_bounds__(kFlatThreads)
   if (threadIdx.x == 0) shared_amax = 0;
   __syncthreads();
   const Format& format = plan.format;
-  const int log = fp8_block_log(format);
   const int64_t parts = n / kFlatPart;
   const int64_t first =
       static_cast<int64_t>(blockIdx.x) * (kFlatThreads * kFlatUnroll) + threadIdx.x;
@@ -73,16 +106,11 @@ __global__ void __launch_bounds__(kFlatThreads)
     uint32_t largest = part_amax(part[u], special);
     amax = max(amax, largest);
     float factor = tensor;
-    if (log != 0) {
+    if (format.scaling == Scaling::MX) {
       largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      if (log == 7) {
-        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 4));
-        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
-      }
-      const int lanes = log - 3;  // of 8 values, as a power of two
       factor = fp8_factor(format, largest, plan.rowwise.scale,
-                          at < parts && (at & ((1 << lanes) - 1)) == 0 ? at >> lanes : -1);
+                          at < parts && (at & 3) == 0 ? at >> 2 : -1);
     }
     uint32_t codes[2];
     encode_part(part[u], factor, format.element, special, codes);
@@ -105,7 +133,7 @@ __global__ void __launch_bounds__(kFlatThreads)
 
 template <typename T>
 __global__ void __launch_bounds__(kFlatThreads)
-    amax_kernel(const T* x, int64_t n, bool vectors, float* amax) {
+    amax_kernel(const T* x, int64_t n, bool vectors, uint32_t most, float* amax) {
   __shared__ uint32_t shared_amax;
   if (threadIdx.x == 0) shared_amax = 0;
   __syncthreads();
@@ -129,7 +157,7 @@ __global__ void __launch_bounds__(kFlatThreads)
   for (int64_t i = parts * kFlatPart + thread; i < n; i += step) {
     largest = max(largest, single_amax(x[i]));
   }
-  raise_by_block(largest, &shared_amax, amax);
+  raise_by_block(min(largest, most), &shared_amax, amax);
 }
 
 bool is_aligned(const void* p, uintptr_t bytes) {
@@ -138,19 +166,21 @@ bool is_aligned(const void* p, uintptr_t bytes) {
 
 bool is_flat(const void* x, const QuantizePlan& plan) {
   const Format& format = plan.format;
-  if (plan.columnwise.data != nullptr || format.block_2d || !is_aligned(x, 16) ||
-      !is_aligned(plan.rowwise.data, 8)) {
+  if (plan.columnwise.data != nullptr || format.scaling == Scaling::Block || format.block_2d ||
+      !is_aligned(x, 16) || !is_aligned(plan.rowwise.data, 8)) {
     return false;
   }
-  const int64_t size = format.scaling == Scaling::Block ? 128
-                       : format.scaling == Scaling::MX  ? 32
-                                                        : 1;
-  return plan.columns % size == 0;
+  return format.scaling != Scaling::MX || plan.columns % 32 == 0;
 }
 
 template <typename T>
 void quantize_fp8(const T* x, Type type, const QuantizePlan& plan, Stream stream) {
   if (!is_flat(x, plan)) {
+    if constexpr (sizeof(T) == 2) {
+      if (is_aligned(x, 16) && casts_directly(plan, plan.columns)) {
+        return launch_cast<PlainRows<T>>(plan, x, plan.columns, stream);
+      }
+    }
     const bool vectors = allows_vectors<kVector<T>>(x, type, plan.columns);
     launch_tiles(quantize_tiles_fp8<PlainSource<T>>, plan,
                  typename PlainSource<T>::Arguments{x, vectors}, plan.columns, kTileBytes<T>,
@@ -175,7 +205,7 @@ void launch_quantize(const void* x, Type type, const QuantizePlan& plan, Stream 
   });
 }
 
-void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream) {
+void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream, bool held) {
   constexpr int64_t kMost = 132 * 8;
   constexpr int64_t kBlockValues = kFlatThreads * kFlatUnroll * kFlatPart;
   const int64_t blocks = (n + kBlockValues - 1) / kBlockValues;
@@ -184,7 +214,8 @@ void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream
     using T = decltype(zero);
     amax_kernel<T>
         <<<static_cast<unsigned>(blocks < kMost ? blocks : kMost), kFlatThreads, 0, stream>>>(
-            static_cast<const T*>(x), n, is_aligned(x, 16), amax);
+            static_cast<const T*>(x), n, is_aligned(x, 16), held ? kLargestBits : kInfinityBits,
+            amax);
   });
 }
 

@@ -30,6 +30,12 @@ ActivationBackward activation_backward(const Tensor& x, const Tensor& scales, bo
   return out;
 }
 
+ActivationRecompute activation_recompute(const Tensor& x, const ActivationSpec& spec,
+                                         bool need_dbias) {
+  ActivationBackward grads = shapes::activation_backward(x, {}, false, need_dbias);
+  return {shapes::activation_forward(x, spec), std::move(grads.dx), std::move(grads.dbias)};
+}
+
 Tensor bias_backward(const Tensor& dy, int64_t features) {
   return at::empty({features}, dy.options());
 }

@@ -10,6 +10,7 @@ namespace ligature::shapes {
 
 using at::Tensor;
 using kernels::ActivationBackward;
+using kernels::ActivationRecompute;
 using kernels::ActivationSpec;
 using kernels::L2Forward;
 using kernels::NormBackward;
@@ -18,6 +19,8 @@ using kernels::NormForward;
 Tensor activation_forward(const Tensor& x, const ActivationSpec& spec);
 ActivationBackward activation_backward(const Tensor& x, const Tensor& scales, bool need_dscales,
                                        bool need_dbias);
+ActivationRecompute activation_recompute(const Tensor& x, const ActivationSpec& spec,
+                                         bool need_dbias);
 
 Tensor bias_backward(const Tensor& dy, int64_t features);
 

@@ -31,6 +31,7 @@ from .recipe_base import (
     Recipe,
     fp8_name,
     function_key,
+    split_accumulation,
 )
 
 __all__ = [
@@ -114,7 +115,9 @@ class Float8CurrentScaling(Recipe):
     Args:
         fp8_format: ``Format.E4M3``, ``E5M2`` or ``HYBRID``.
         use_power_2_scales: round the factor down to a power of two.
-        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accepted; sums are in float32 here anyway.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: whether the FP8 products of a GPU move their
+            sums to float32 now and then, in forward, for the input's and for the weight's gradient.
+            Without an effect on emulated products, whose sums are in float32 anyway.
         fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
 
     ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight`` and ``fp8_quant_bwd_grad`` may be set to a
@@ -149,6 +152,7 @@ class Float8CurrentScaling(Recipe):
         return {
             "fp8_format": fp8_name(self, values["fp8_format"]),
             "use_power_2_scales": values["use_power_2_scales"],
+            **split_accumulation(values),
         }
 
     def _param_options(self, params: QParams) -> dict[str, Any]:
@@ -167,7 +171,8 @@ class Float8BlockScaling(Recipe):
         use_f32_scales: any float as a factor, not only powers of two.
         x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 for 1x128, 2 for
             128x128, of the input, the weight and the output's gradient.
-        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accepted; sums are in float32 here anyway.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accepted; products of blocks always move
+            their sums to float32.
         fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
 
     ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight`` and ``fp8_quant_bwd_grad`` may be set to a
@@ -207,6 +212,7 @@ class Float8BlockScaling(Recipe):
             "x_block_scaling_dim": values["x_block_scaling_dim"],
             "w_block_scaling_dim": values["w_block_scaling_dim"],
             "grad_block_scaling_dim": values["grad_block_scaling_dim"],
+            **split_accumulation(values),
         }
 
     def _param_options(self, params: QParams) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """How products are accumulated. They are accumulated in float32: this has no effect here."""
+    """How a product's sums are accumulated, where a GPU has products of FP8 with one factor per
+    tensor: moved to float32 now and then, or fast. Elsewhere they are in float32 anyway."""
 
     use_split_accumulator: bool = True
 
@@ -285,3 +286,8 @@ def fp8_name(recipe: Recipe, value: Format) -> str:
             f"[{type(recipe).__name__}] fp8_format must be Format.E4M3, E5M2 or HYBRID, got {value}"
         )
     return value.name
+
+
+def split_accumulation(values: dict[str, Any]) -> dict[str, bool]:
+    """Of each product of a linear layer."""
+    return {name: bool(values[name].use_split_accumulator) for name in PRODUCTS}

@@ -100,10 +100,13 @@ struct QGELU {
   }
 };
 
+// scaled_silu with k = 1, without the products by it.
 struct SiLU {
-  static __device__ __forceinline__ float value(float x) { return scaled_silu(x, 1.0f); }
+  static __device__ __forceinline__ float value(float x) { return mul(x, sigmoid(x)); }
   static __device__ __forceinline__ Partial partial(float x) {
-    return scaled_silu_partial(x, 1.0f);
+    const float s = sigmoid(x);
+    const float y = mul(x, s);
+    return {y, fma(y, add(1.0f, -s), s)};
   }
 };
 

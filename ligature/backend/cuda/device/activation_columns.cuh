@@ -38,6 +38,52 @@ struct ActivationColumns {
   }
 };
 
+/// The factors of the rows first, first + step, ..., of those before `end`; 1 without any. Read for
+/// all at once: their type is looked at only once.
+template <int Rows>
+__device__ __forceinline__ void read_scales(const void* scales, Type type, int64_t first,
+                                            int64_t step, int64_t end, float (&values)[Rows]) {
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) values[r] = 1.0f;
+  if (scales == nullptr) return;
+  with_type(type, [&](auto zero) {
+    using S = decltype(zero);
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) {
+      const int64_t row = first + r * step;
+      if (row < end) values[r] = to_float(static_cast<const S*>(scales)[row]);
+    }
+  });
+}
+
+/// Where rows mean nothing: vectors of a whole tensor, of which the last may be a part of one.
+constexpr int kActivationThreads = 256;
+
+template <int N, typename T>
+__device__ __forceinline__ Packed<T, N> read_flat(const T* p, int64_t at, int64_t count) {
+  if (count - at >= N) return load_packed<N>(p + at);
+  return load_packed_part<N>(p + at, static_cast<int>(count - at));
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void write_flat(T* p, int64_t at, int64_t count,
+                                           const float (&values)[N]) {
+  if (count - at >= N) return store<N>(p + at, values);
+  store_part<N>(p + at, static_cast<int>(count - at), values);
+}
+
+/// Host: one thread for `piece` values.
+inline unsigned int flat_blocks(int64_t count, int piece) {
+  const int64_t of_block = int64_t{kActivationThreads} * piece;
+  return static_cast<unsigned int>((count + of_block - 1) / of_block);
+}
+
+/// Host: does all begin at whole vectors? A null does.
+inline bool flat_vectors(const void* x, const void* y, const void* dx) {
+  const auto begins = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  return begins(x) && begins(y) && begins(dx);
+}
+
 /// Host: how many gates may be read at once, 16 bytes of them or one. `y` and `dx` may be null.
 inline int activation_piece(bool gated, Type type, const void* x, const void* y, const void* dx,
                             int64_t columns, int64_t interleave) {

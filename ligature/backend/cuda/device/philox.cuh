@@ -8,9 +8,9 @@
 
 namespace ligature::cuda {
 
-LIGATURE_BOTH void philox(uint64_t counter, uint32_t stream, uint64_t seed, uint32_t* words) {
+LIGATURE_BOTH void philox(uint64_t counter, uint64_t stream, uint64_t seed, uint32_t* words) {
   uint32_t a = static_cast<uint32_t>(counter), b = static_cast<uint32_t>(counter >> 32);
-  uint32_t c = stream, d = 0;
+  uint32_t c = static_cast<uint32_t>(stream), d = static_cast<uint32_t>(stream >> 32);
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   LIGATURE_UNROLL
   for (int round = 0; round < 10; ++round) {

@@ -23,8 +23,8 @@ __device__ __forceinline__ float warp_max(float value) {
 }
 
 /// Sums one to `MaxK` values at a time over groups of `Warps` neighbouring warps, each group by
-/// itself. Its shared memory is in two halves used in turn, so that one barrier per sum is enough.
-/// All threads of the block call it together.
+/// itself: the threads of a group call it together, and wait for no other group. Its shared memory
+/// is in two halves used in turn, so that one barrier per sum is enough.
 template <int Warps, int MaxK = 1, int Groups = 1>
 class BlockSum {
  public:
@@ -47,7 +47,7 @@ class BlockSum {
 #pragma unroll
         for (int k = 0; k < K; ++k) partial[warp % Warps][k] = values[k];
       }
-      __syncthreads();
+      wait(warp / Warps);
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         float sum = partial[0][k];
@@ -59,6 +59,16 @@ class BlockSum {
   }
 
  private:
+  static_assert(Warps == 1 || Groups < 16, "a block has 16 barriers");
+
+  static __device__ __forceinline__ void wait(int group) {
+    if constexpr (Groups == 1) {
+      __syncthreads();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(Warps * kWarp) : "memory");
+    }
+  }
+
   Shared& shared_;
   int half_ = 0;
 };

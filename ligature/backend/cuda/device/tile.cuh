@@ -259,8 +259,9 @@ __device__ __forceinline__ void write_fp8(const QuantizePlan& plan, const Quanti
     const int height = format.block_2d ? log : 0;
     const bool first =
         inside && (p * kPart & ((1 << log) - 1)) == 0 && (i & ((1 << height) - 1)) == 0;
-    factor = fp8_factor(format, largest, out.scale,
-                        first ? (line >> height) * out.scale_stride + (at >> log) : -1);
+    factor =
+        fp8_factor(format, largest, out.scale,
+                   first ? (line >> height) * out.scale_stride + (at >> log) * out.scale_step : -1);
   }
   uint32_t codes[kPart / 4];
   encode_part(part, factor, format.element, special, codes);

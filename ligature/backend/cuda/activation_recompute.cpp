@@ -1,0 +1,63 @@
+// The torch side of activation_recompute: memory and launches. Where dy is not of x's dtype, both
+// are made float32; the kernels read one type.
+#include "ligature/backend/cuda/activation_recompute.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include "ligature/backend/cuda/activation.h"
+#include "ligature/backend/cuda/activation_recompute_launch.h"
+#include "ligature/backend/cuda/launch.h"
+#include "ligature/backend/cuda/sums_launch.h"
+
+namespace ligature::cuda {
+
+ActivationRecompute activation_recompute(const Tensor& dy_, const Tensor& x_,
+                                         const ActivationSpec& spec, bool need_dbias, bool over_dy,
+                                         bool over_x) {
+  const DeviceGuard guard(x_.device());
+  const at::ScalarType read = dy_.scalar_type() == x_.scalar_type() ? x_.scalar_type() : at::kFloat;
+  const Tensor dy = cast(dy_, read);
+  const Tensor x = cast(x_, read);
+  const bool gated = kernels::is_gated(spec.kind);
+  at::DimVector shape(x.sizes());
+  if (gated) shape.back() /= 2;
+
+  ActivationRecompute result;
+  result.y = over_dy ? dy.view(shape) : at::empty(shape, x.options());
+  result.dx = over_x ? x : at::empty_like(x);
+  ActivationRecomputeArgs args;
+  args.columns = shape.back();
+  // Where rows mean nothing they are cut so that a block fits across.
+  constexpr int64_t kAcross = 2048;
+  if (!gated && !need_dbias && dy.numel() % kAcross == 0) args.columns = kAcross;
+  args.rows = dy.numel() == 0 ? 0 : dy.numel() / args.columns;
+  args.dy = dy.const_data_ptr();
+  args.x = x.const_data_ptr();
+  args.y = result.y.mutable_data_ptr();
+  args.dx = result.dx.mutable_data_ptr();
+  args.type = type_of(x);
+  args.params = params_of(spec);
+  const ColumnGrid grid = activation_recompute_grid(args, need_dbias, sm_count(x));
+  const Stream stream = stream_of(x);
+  Tensor partials;
+  if (need_dbias) {
+    result.dbias = at::empty({x.size(-1)}, x.options());
+    partials = at::empty({grid.down, x.size(-1)}, x.options().dtype(at::kFloat));
+    args.dbias_partials = static_cast<float*>(partials.data_ptr());
+  }
+  (gated ? launch_activation_recompute_gated : launch_activation_recompute_plain)(args, grid,
+                                                                                  stream);
+  check_launch("activation_recompute");
+  if (need_dbias) {
+    launch_sum_partials({args.dbias_partials, result.dbias.mutable_data_ptr(), args.type}, {},
+                        grid.down, x.size(-1), stream);
+    check_launch("activation_recompute: dbias");
+  }
+  result.y = cast(result.y, x_.scalar_type());
+  result.dx = cast(result.dx, x_.scalar_type());
+  result.dbias = cast(result.dbias, x_.scalar_type());
+  return result;
+}
+
+}  // namespace ligature::cuda

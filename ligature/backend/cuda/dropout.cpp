@@ -1,0 +1,67 @@
+// The torch side of dropout. The random numbers are those of torch's generator of the device, which
+// is moved on by each forward, also under graph capture.
+#include "ligature/backend/cuda/dropout.h"
+
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+
+#include <mutex>
+
+#include "ligature/backend/cuda/dropout_launch.h"
+#include "ligature/backend/cuda/launch.h"
+
+namespace ligature::cuda {
+namespace {
+
+RandomState draw(const Tensor& x) {
+  at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(x.device().index());
+  at::PhiloxCudaState drawn;
+  {
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    drawn = generator.get<at::CUDAGeneratorImpl>()->philox_cuda_state(kDropoutDraws);
+  }
+  RandomState state;
+  if (drawn.captured_) {
+    state.seed_at = drawn.seed_.ptr;
+    state.offset_at = drawn.offset_.ptr;
+    state.offset = drawn.offset_intragraph_;
+  } else {
+    state.seed = drawn.seed_.val;
+    state.offset = drawn.offset_.val;
+  }
+  return state;
+}
+
+DropoutArgs args_of(const Tensor& x, const Tensor& y, const Tensor& mask, double p) {
+  DropoutArgs args;
+  args.count = x.numel();
+  args.x = x.const_data_ptr();
+  args.y = y.mutable_data_ptr();
+  args.mask = static_cast<uint8_t*>(mask.data_ptr());
+  args.type = type_of(x);
+  args.p = p;
+  return args;
+}
+
+}  // namespace
+
+DropoutForward dropout_forward(const Tensor& x_, double p) {
+  const DeviceGuard guard(x_.device());
+  const Tensor x = x_.contiguous();
+  DropoutForward result;
+  result.y = empty_as(x);
+  result.mask = empty_on(x.sizes(), at::kBool, x.device());
+  launch_dropout_forward(args_of(x, result.y, result.mask, p), draw(x), stream_of(x));
+  check_launch("dropout_forward");
+  return result;
+}
+
+Tensor dropout_backward(const Tensor& dy_, const Tensor& mask_, double p) {
+  const DeviceGuard guard(dy_.device());
+  const Tensor dy = dy_.contiguous(), mask = mask_.contiguous();
+  Tensor dx = empty_as(dy);
+  launch_dropout_backward(args_of(dy, dx, mask, p), stream_of(dy));
+  check_launch("dropout_backward");
+  return dx;
+}
+
+}  // namespace ligature::cuda

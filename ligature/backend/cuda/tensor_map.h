@@ -1,0 +1,18 @@
+// Descriptions of matrices for Hopper's bulk tensor copy engine. No torch here.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace ligature::cuda {
+
+/// Can this driver describe matrices?
+bool has_tensor_maps();
+
+/// A row-major bfloat16 matrix, copied in boxes of `box_rows` rows and 64 columns, which lie in
+/// shared memory in rows of 128 bytes, swizzled. What a box has beyond the matrix is zero. False
+/// where the driver refuses.
+bool encode_boxes(CUtensorMap* map, const void* data, int64_t rows, int64_t columns, int box_rows);
+
+}  // namespace ligature::cuda

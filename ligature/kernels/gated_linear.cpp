@@ -1,0 +1,51 @@
+// The checks of sizes, and the call of the one backend that has such kernels.
+#include "ligature/kernels/gated_linear.h"
+
+#include "ligature/backend/cuda/gated_linear.h"
+#include "ligature/check.h"
+#include "ligature/kernels/log.h"
+
+namespace ligature::kernels {
+namespace {
+
+/// `inner`: the dimension of w that the product goes along.
+void check_operands(const char* op, const Tensor& x, const Tensor& w, int64_t inner,
+                    const ActivationSpec& spec) {
+  LIGATURE_CHECK(is_gated(spec.kind), "[", op, "] wanted a gated activation, got ",
+                 activation_name(spec.kind));
+  LIGATURE_CHECK(w.dim() == 2, "[", op, "] wanted w with 2 dimensions, got ", w.dim());
+  LIGATURE_CHECK(x.dim() > 0, "[", op, "] wanted an input with at least one dimension, got none");
+  LIGATURE_CHECK(x.size(-1) == w.size(inner), "[", op,
+                 "] wanted an input with a last dimension of ", w.size(inner), ", got ",
+                 x.size(-1));
+}
+
+}  // namespace
+
+bool has_gated_linear(const ActivationSpec& spec, at::ScalarType dtype, at::Device device) {
+  return device.is_cuda() && cuda::has_gated_linear(spec, dtype, device);
+}
+
+bool runs_gated_linear(const Tensor& x, const Tensor& w, const ActivationSpec& spec,
+                       bool backward) {
+  return cuda::runs_gated_linear(x, w, spec, backward);
+}
+
+GatedForward linear_gated_forward(const Tensor& x, const Tensor& w, const ActivationSpec& spec) {
+  const KernelScope scope("linear_gated_forward", "cuda");
+  check_operands("linear_gated_forward", x, w, 1, spec);
+  return cuda::linear_gated_forward(x, w, spec);
+}
+
+GatedBackward linear_gated_backward(const Tensor& dy, const Tensor& w, const Tensor& z,
+                                    const ActivationSpec& spec, bool need_a, bool over_z) {
+  const KernelScope scope("linear_gated_backward", "cuda");
+  check_operands("linear_gated_backward", dy, w, 0, spec);
+  at::DimVector wanted(dy.sizes());
+  wanted.back() = 2 * w.size(1);
+  LIGATURE_CHECK(z.sizes() == wanted, "[linear_gated_backward] wanted z of shape ",
+                 at::IntArrayRef(wanted), ", got ", z.sizes());
+  return cuda::linear_gated_backward(dy, w, z, spec, need_a, over_z);
+}
+
+}  // namespace ligature::kernels
