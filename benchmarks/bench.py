@@ -15,7 +15,7 @@ from typing import Any
 
 import low_precision
 import torch
-from block import TorchBlock, forward_only, ligature_block, step_of
+from block import Step, TorchBlock, forward_only, ligature_block
 from timing import cpu_name, interleaved
 from torch import nn
 
@@ -44,7 +44,7 @@ def blocks(seconds: float) -> list[dict[str, Any]]:
                 dy = torch.randn(t, h, dtype=dtype)
                 passes = {
                     "fwd": [forward_only(m, x) for m in (plain, fused)],
-                    "fwd+bwd": [step_of(m, x, dy) for m in (plain, fused)],
+                    "fwd+bwd": [Step(m, x, dy) for m in (plain, fused)],
                 }
                 if recompute == "cheap":
                     del passes["fwd"]

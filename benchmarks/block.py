@@ -53,31 +53,41 @@ def forward_only(
     return run
 
 
-def step_of(
-    model: nn.Module,
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    recipe: te.recipe.Recipe | None = None,
-    new_weights: bool = False,
-) -> Callable[[], None]:
-    """Forward and backward with all gradients; the weights have changed as by an optimizer."""
-    parameters = list(model.parameters())
+class Step:
+    """Forward and backward with all gradients.
 
-    def run() -> None:
-        x.grad = None
-        for parameter in parameters:
+    With ``new_weights`` the weights count as changed, as by an optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        x: torch.Tensor,
+        dy: torch.Tensor,
+        recipe: te.recipe.Recipe | None = None,
+        new_weights: bool = False,
+    ) -> None:
+        self.model, self.x, self.dy, self.recipe = model, x, dy, recipe
+        self.parameters = list(model.parameters())
+        self.new_weights = new_weights
+
+    def clear(self) -> None:
+        self.x.grad = None
+        for parameter in self.parameters:
             parameter.grad = None
-            if new_weights:
+
+    def __call__(self) -> None:
+        self.clear()
+        if self.new_weights:
+            for parameter in self.parameters:
                 torch.autograd.graph.increment_version(parameter)
-        with low_precision(recipe):
-            y = model(x)
-        y.backward(dy)
-
-    return run
+        with low_precision(self.recipe):
+            y = self.model(self.x)
+        y.backward(self.dy)
 
 
-def captured(step: Callable[[], object]) -> Callable[[], None]:
-    """The step as one CUDA graph."""
+def captured(step: Step) -> Callable[[], None]:
+    """The step as one CUDA graph, which works on the step's own tensors."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -87,7 +97,11 @@ def captured(step: Callable[[], object]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def run(held: Step = step) -> None:
+        graph.replay()
+
+    return run
 
 
 def low_precision(recipe: te.recipe.Recipe | None) -> contextlib.AbstractContextManager[None]:

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 import torch
-from block import RECIPES, TorchBlock, captured, forward_only, ligature_block, step_of
+from block import RECIPES, Step, TorchBlock, captured, forward_only, ligature_block
 from cuda_profile import profile_step
 from floors import FLOOR_OF, FLOORS, floor, own_floor
 from timing import Run, gpu_seconds, host_seconds
@@ -40,7 +40,7 @@ GRAPH_SHAPES = (2, 3)
 NAMES = [*BLOCKS, *GRAPHS, "products ligature", *FLOORS]
 
 
-def block_step(name: str, norm: str, t: int, h: int, f: int) -> Run:
+def block_step(name: str, norm: str, t: int, h: int, f: int) -> Step:
     x = torch.randn(t, h, dtype=BF16, requires_grad=True)
     dy = torch.randn(t, h, dtype=BF16)
     recipe = RECIPES[name]() if name in RECIPES else None
@@ -53,7 +53,7 @@ def block_step(name: str, norm: str, t: int, h: int, f: int) -> Run:
     else:
         recompute = "cheap" if name == "ligature recompute" else "none"
         model = ligature_block(norm, h, f, False, BF16, recompute)
-    return step_of(model, x, dy, recipe, new_weights=True)
+    return Step(model, x, dy, recipe, new_weights=True)
 
 
 class CompileTime:
@@ -98,9 +98,11 @@ def make_runs(
     return runs
 
 
-def peak_bytes(step: Run) -> int:
+def peak_bytes(step: Step) -> int:
+    """Above parameters, input and the gradient that comes in; gradients that are made count."""
     step()
     step()
+    step.clear()
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -111,7 +113,7 @@ def peak_bytes(step: Run) -> int:
 
 
 def measure_shape(title: str, runs: dict[str, Run], rounds: int) -> list[dict[str, Any]]:
-    memory = {name: peak_bytes(run) for name, run in runs.items() if name in BLOCKS}
+    memory = {name: peak_bytes(run) for name, run in runs.items() if isinstance(run, Step)}
     times = dict(zip(runs, gpu_seconds(list(runs.values()), rounds), strict=True))
     print(f"\n{title}")
     print(f"{'':<22}{'ms':>9}{'of eager':>10}{'of floor':>10}{'peak GiB':>10}")
@@ -159,7 +161,7 @@ def measure_host(names: list[str]) -> list[dict[str, Any]]:
         row = {
             "what": name,
             "forward_us": 1e6 * host_seconds(forward_only(model, x, recipe)),
-            "both_us": 1e6 * host_seconds(step_of(model, x, dy, recipe)),
+            "both_us": 1e6 * host_seconds(Step(model, x, dy, recipe)),
         }
         rows.append(row)
         print(f"{name:<22}{row['forward_us']:10.1f}{row['both_us']:10.1f}")

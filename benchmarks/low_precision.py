@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from block import RECIPES, ligature_block, step_of
+from block import RECIPES, Step, ligature_block
 from timing import interleaved
 
 import ligature as te
@@ -87,7 +87,7 @@ def blocks(seconds: float, tell: Callable[[str], None]) -> list[Row]:
         ways = [(None, True), (None, False)]
         ways += [(recipe, new) for recipe in made.values() for new in (True, False)]
         runs = [
-            step_of(ligature_block("LayerNorm", h, f, True, BF16), x, dy, recipe, new)
+            Step(ligature_block("LayerNorm", h, f, True, BF16), x, dy, recipe, new)
             for recipe, new in ways
         ]
         (plain, plain_cached), *pairs = zip(

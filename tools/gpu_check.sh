@@ -18,7 +18,7 @@ python=$(python3 -c 'import sys; print(sys.executable)')
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
 build=build/gpu
 logs=${OUT:-$build/logs}
-jobs=${JOBS:-$(nproc)}
+jobs=${JOBS:-$(env -u OMP_NUM_THREADS nproc)}
 mkdir -p "$logs"
 rm -f "$logs/tests.log"
 

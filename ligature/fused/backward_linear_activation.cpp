@@ -46,6 +46,7 @@ FusionRule backward_linear_activation_rule() {
             const auto& activation = static_cast<const ActivationOperation&>(*match.ops[0]);
             if (options.recipe != nullptr) return "the gradient between them is quantized";
             const bool has =
+                options.of_every_device ||
                 kernels::has_gated_linear(activation.spec(), options.dtype, options.device);
             return has ? "" : "the device has no kernel for both";
           },

@@ -24,6 +24,8 @@ struct PlanOptions {
   at::Device device = at::kCPU;
   Recompute recompute = Recompute::None;
   bool requires_grad = false;  ///< some operation runs in backward
+  /// Also fusions that pay on other devices alone: those must be right on every device.
+  bool of_every_device = false;
 };
 
 /// One place of a pattern. `take` tells how many of the operations, from the first one on, it

@@ -1,6 +1,8 @@
 // The checks of sizes, and the call of the one backend that has such kernels.
 #include "ligature/kernels/gated_linear.h"
 
+#include <ATen/ops/empty.h>
+
 #include "ligature/backend/cuda/gated_linear.h"
 #include "ligature/check.h"
 #include "ligature/kernels/log.h"
@@ -20,6 +22,12 @@ void check_operands(const char* op, const Tensor& x, const Tensor& w, int64_t in
                  x.size(-1));
 }
 
+Tensor rows_like(const Tensor& x, int64_t columns) {
+  at::DimVector shape(x.sizes());
+  shape.back() = columns;
+  return at::empty(shape, x.options());
+}
+
 }  // namespace
 
 bool has_gated_linear(const ActivationSpec& spec, at::ScalarType dtype, at::Device device) {
@@ -34,6 +42,7 @@ bool runs_gated_linear(const Tensor& x, const Tensor& w, const ActivationSpec& s
 GatedForward linear_gated_forward(const Tensor& x, const Tensor& w, const ActivationSpec& spec) {
   const KernelScope scope("linear_gated_forward", "cuda");
   check_operands("linear_gated_forward", x, w, 1, spec);
+  if (x.is_meta()) return {rows_like(x, w.size(0)), rows_like(x, w.size(0) / 2)};
   return cuda::linear_gated_forward(x, w, spec);
 }
 
@@ -45,6 +54,10 @@ GatedBackward linear_gated_backward(const Tensor& dy, const Tensor& w, const Ten
   wanted.back() = 2 * w.size(1);
   LIGATURE_CHECK(z.sizes() == wanted, "[linear_gated_backward] wanted z of shape ",
                  at::IntArrayRef(wanted), ", got ", z.sizes());
+  if (dy.is_meta()) {
+    return {over_z ? z : rows_like(dy, 2 * w.size(1)),
+            need_a ? rows_like(dy, w.size(1)) : Tensor()};
+  }
   return cuda::linear_gated_backward(dy, w, z, spec, need_a, over_z);
 }
 

@@ -22,7 +22,7 @@ bool has_gated_linear(const ActivationSpec& spec, at::ScalarType dtype, at::Devi
 
 /// Is there a kernel for these operands, and is it faster than the product and the activation one
 /// after the other? `x` and `w`: those of linear_gated_forward, or dy and w of
-/// linear_gated_backward. Never so for tensors without memory.
+/// linear_gated_backward.
 bool runs_gated_linear(const Tensor& x, const Tensor& w, const ActivationSpec& spec, bool backward);
 
 /// z = x w^T and a = act(z), with x [..., k], w [2 n, k], z [..., 2 n], a [..., n].

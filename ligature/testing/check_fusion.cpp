@@ -43,6 +43,7 @@ class FusionCheck {
     out.dtype = dtypes_.input;
     out.device = *options_.device;
     out.recompute = options_.recompute;
+    out.of_every_device = true;
     return out;
   }
 

@@ -278,6 +278,7 @@ std::vector<Example> find_examples(const FusionRule& rule, Recompute recompute) 
   PlanOptions options;
   options.recompute = recompute;
   options.requires_grad = true;
+  options.of_every_device = true;
   const std::vector<Piece> pool = find_pool(nullptr);
 
   std::vector<std::vector<const Piece*>> accepted(rule.pattern.size());

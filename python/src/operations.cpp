@@ -170,6 +170,7 @@ OpPtr make_fused(const std::string& name, const py::handle& ops) {
   const OpList given = operations_of(ops, "[" + name + "] basic_ops");
   PlanOptions options;
   options.recompute = Recompute::Cheap;
+  options.of_every_device = true;
   for (Pass pass : {Pass::Joint, Pass::Forward, Pass::Backward}) {
     for (const FusionRule& rule : builtin_fusions(pass)) {
       const OpList fused = apply_rule(rule, given, options, nullptr);

@@ -109,6 +109,32 @@ TEST(Memory, GradientsAreTheSameWhetherTheGraphIsKeptOrNot) {
   }
 }
 
+/// Gives out memory of its own, and holds no tensor of it.
+struct LenderOptions {
+  template <class F>
+  void fields(F&&) {}
+};
+struct LenderImpl : Operation<LenderImpl> {
+  using Options = LenderOptions;
+  explicit LenderImpl(Options given = {}) : Operation("Lender"), options(given) {}
+  OpForwardResult op_forward_compute(const Value& input, const OpArgs&) override {
+    return {at::from_blob(memory.data(), input.sizes(), input.tensor().options()), {}};
+  }
+  void op_forward_save_ctx(OperationContext&, const Value&, Kept&, const OpArgs&) override {}
+  OpBackwardResult op_backward(OperationContext&, const Value& grad_output) override {
+    return {grad_output, {}};
+  }
+  Options options;
+  std::vector<float> memory = std::vector<float>(64, 0.5f);
+};
+
+TEST(Memory, WhatAnOperationLendsIsLeftAlone) {
+  const auto lender = std::make_shared<LenderImpl>();
+  OperationFuser fuser({lender, SwiGLU().ptr()});
+  fuser(torch::randn({4, 16}).requires_grad_())[0].sum().backward();
+  EXPECT_EQ(lender->memory, std::vector<float>(64, 0.5f));
+}
+
 /// A context whose owner lets go of everything.
 struct Owner : SavedOwner {
   explicit Owner(Contexts& contexts) : all(contexts) { all.owner = this; }

@@ -126,14 +126,35 @@ def test_the_input_is_left_alone(device):
     assert torch.equal(x, before)
 
 
-def test_memory_from_outside_is_left_alone(device):
+def test_memory_of_an_input_from_outside_is_left_alone(device):
     if device != "cpu":
         pytest.skip("numpy's memory is the CPU's")
     memory = np.linspace(-1, 1, 96, dtype=np.float32).reshape(6, 16)
     before = memory.copy()
     model = ops.Sequential(ops.SwiGLU(), ops.Linear(8, 8), ops.SiLU())
-    model(torch.from_numpy(memory)).sum().backward()  # nothing else holds the tensor
+    model(torch.from_numpy(memory).requires_grad_()).sum().backward()
     assert np.array_equal(memory, before)
+
+
+class Lender(ops.BasicOperation):
+    """Gives out memory of its own, and holds no tensor of it."""
+
+    memory = np.linspace(-1, 1, 96, dtype=np.float32).reshape(6, 16)
+
+    def op_forward(self, ctx, input_, **unused):
+        return torch.from_numpy(self.memory)
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output.clone(), ()
+
+
+def test_memory_that_an_operation_lends_is_left_alone(device):
+    if device != "cpu":
+        pytest.skip("numpy's memory is the CPU's")
+    before = Lender.memory.copy()
+    model = ops.Sequential(ops.Linear(8, 16), Lender(), ops.SwiGLU(), ops.Linear(8, 8))
+    model(make_input(6, 8)).sum().backward()
+    assert np.array_equal(Lender.memory, before)
 
 
 @pytest.mark.parametrize("recompute", ["none", "cheap"])

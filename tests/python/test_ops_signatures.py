@@ -127,6 +127,7 @@ def test_submodules_of_the_package() -> None:
         "ForwardLinearScaleAdd",
         "BackwardActivationBias",
         "BackwardAddRMSNorm",
+        "BackwardLinearActivation",
         "BackwardLinearAdd",
         "BackwardLinearScale",
     ]:

@@ -105,7 +105,8 @@ def test_a_soak_and_what_it_covers() -> None:
             )
             raise
     assert left_out < ENOUGH / 50
-    assert set(te.ops.fused.__all__) <= set(fused)
+    # The one that pays on one kind of GPU alone has sizes there that are not random.
+    assert {*te.ops.fused.__all__} - {"BackwardLinearActivation"} <= set(fused)
     assert {"Pieces", "SplitPieces"} <= set(fused)
     kinds = {op.kind for n in range(ENOUGH) for op in every_op(numbered_case(7, n).ops)}
     assert set(_C.operation_names()) | {"Linear", *pipeline_ops.GUESTS} <= kinds
@@ -328,7 +329,7 @@ def test_a_wrong_fusion_is_caught_under_a_recipe(name: str, mutant: type, monkey
     check(case)
     # Tensor cores sum up FP8 products with so few bits that many values change their codes.
     native = is_native(RECIPES[name](), torch.get_default_device())
-    monkeypatch.setattr(mutant, "error", 0.2 if native else 1e-2)
+    monkeypatch.setattr(mutant, "error", 0.5 if native else 1e-2)
     monkeypatch.setitem(pipeline_ops.STYLES, "Mutant", mutant)
     with pytest.raises(AssertionError, match=r"where .* is allowed"):
         check(case)

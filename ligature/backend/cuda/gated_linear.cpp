@@ -6,12 +6,19 @@
 #include "ligature/backend/cuda/gemm_tensor.h"
 #include "ligature/backend/cuda/launch.h"
 #include "ligature/backend/cuda/wgmma_launch.h"
+#include "ligature/kernels/log.h"
 
 namespace ligature::cuda {
 namespace {
 
+/// Also a tensor without memory that stands for one here: what a plan would run is asked with it.
 bool readable(const Tensor& t) {
-  return t.is_cuda() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() && !t.is_neg();
+  const bool here = t.is_cuda() || (t.is_meta() && kernels::device_behind(t) == at::kCUDA);
+  return here && t.scalar_type() == at::kBFloat16 && t.is_contiguous() && !t.is_neg();
+}
+
+at::Device place_of(const Tensor& t) {
+  return t.is_cuda() ? t.device() : at::Device(at::kCUDA, c10::cuda::current_device());
 }
 
 bool aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
@@ -22,8 +29,8 @@ GatedLinearArgs args_of(const Tensor& x, const Tensor& w, const ActivationSpec& 
   args.k = x.size(-1);
   args.rows = args.k == 0 ? 0 : x.numel() / args.k;
   args.units = backward ? w.size(1) : w.size(0) / 2;
-  args.x = x.const_data_ptr();
-  args.w = w.const_data_ptr();
+  if (!x.is_meta()) args.x = x.const_data_ptr();
+  if (!w.is_meta()) args.w = w.const_data_ptr();
   args.params = params_of(spec);
   return args;
 }
@@ -63,17 +70,18 @@ bool takes_gated_linear(const Tensor& x, const Tensor& w, const ActivationSpec& 
       x.size(-1) != w.size(backward ? 0 : 1) || (!backward && w.size(0) % 2 != 0)) {
     return false;
   }
-  const DeviceGuard guard(x.device());
+  const DeviceGuard guard(place_of(x));
   const GatedLinearArgs args = args_of(x, w, spec, backward);
   return backward ? gated_backward_fits(args) : gated_forward_fits(args);
 }
 
 bool runs_gated_linear(const Tensor& x, const Tensor& w, const ActivationSpec& spec,
                        bool backward) {
-  return takes_gated_linear(x, w, spec, backward) &&
-         choose_gated(backward ? GatedLinear::Backward : GatedLinear::Forward,
-                      args_of(x, w, spec, backward), sm_count(x))
-             .pays;
+  if (!takes_gated_linear(x, w, spec, backward)) return false;
+  const int count = at::cuda::getDeviceProperties(place_of(x).index())->multiProcessorCount;
+  return choose_gated(backward ? GatedLinear::Backward : GatedLinear::Forward,
+                      args_of(x, w, spec, backward), count)
+      .pays;
 }
 
 GatedForward linear_gated_forward(const Tensor& x, const Tensor& w, const ActivationSpec& spec) {

@@ -79,7 +79,7 @@ __device__ __forceinline__ void add_groups(float (&dw)[Pieces][N], float (&db)[P
 /// A group of `Warps` warps with `Pieces` pieces of N values per thread holds a row; `Groups` of
 /// them make a block.
 template <typename T, int N, int Warps, int Pieces, int Groups>
-__global__ void __launch_bounds__(Warps* Groups* kWarp)
+__global__ void __launch_bounds__(Warps * Groups * kWarp)
     norm_backward_kernel(const NormBackwardArgs args) {
   constexpr int threads = Warps * kWarp;
   constexpr int step = threads * N;

@@ -13,6 +13,7 @@ __all__ = [
     "BackwardActivationBias",
     "BackwardAddLayerNorm",
     "BackwardAddRMSNorm",
+    "BackwardLinearActivation",
     "BackwardLinearAdd",
     "BackwardLinearScale",
     "DenseMLP",
@@ -69,6 +70,10 @@ class ForwardLinearScaleAdd(_BuiltinFused):
 
 class BackwardActivationBias(_BuiltinFused):
     """Backward of bias and activation, in one pass over memory."""
+
+
+class BackwardLinearActivation(_BuiltinFused):
+    """Backward of activation and linear, in one GEMM where the GPU has it."""
 
 
 class BackwardLinearAdd(_BuiltinFused):

@@ -124,7 +124,7 @@ struct Seat {
 };
 
 /// The first `count` of 16 codes.
-__device__ __noinline__ void store_bytes(uint8_t* to, uint4 codes, int64_t count) {
+static __device__ __noinline__ void store_bytes(uint8_t* to, uint4 codes, int64_t count) {
   const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
   for (int i = 0; i < 16; ++i) {

@@ -14,6 +14,7 @@
 
 #include <atomic>
 
+#include "ligature/backend/cuda/device/async_copy.cuh"
 #include "ligature/backend/cuda/device/cast_blocks.cuh"
 
 namespace ligature::cuda {
@@ -25,19 +26,6 @@ __device__ __forceinline__ uint4 read_16(const void* from) {
       : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
       : "l"(from));
   return v;
-}
-__device__ __forceinline__ void copy_16_later(uint4* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from)
-               : "memory");
-}
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int N>
-__device__ __forceinline__ void wait_for_copies_but() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
 template <typename T>
@@ -149,12 +137,13 @@ __global__ void __launch_bounds__(kCastThreads, Source::template resident<F>())
 #pragma unroll
     for (int s = 0; s < S; ++s) {
       if constexpr (Source::kAsync) {
-        copy_16_later(slots + (k % kDepth * S + s) * kCastThreads, reader.at(plan, s, k));
+        copy_async(shared_address(slots + (k % kDepth * S + s) * kCastThreads),
+                   reader.at(plan, s, k));
       } else {
         loaded[k][s] = read_16(reader.at(plan, s, k));
       }
     }
-    if constexpr (Source::kAsync) commit_copies();
+    if constexpr (Source::kAsync) end_batch();
   };
 #pragma unroll
   for (int k = 0; k < kDepth; ++k) issue(k);
@@ -174,7 +163,7 @@ __global__ void __launch_bounds__(kCastThreads, Source::template resident<F>())
 #pragma unroll
   for (int k = 0; k < kSide; ++k) {
     uint4 in[S];
-    if constexpr (Source::kAsync) wait_for_copies_but<kDepth - 1>();
+    if constexpr (Source::kAsync) await_batches<kDepth - 1>();
 #pragma unroll
     for (int s = 0; s < S; ++s) {
       if constexpr (Source::kAsync) {
@@ -187,7 +176,7 @@ __global__ void __launch_bounds__(kCastThreads, Source::template resident<F>())
     if (k + kDepth < kSide) {
       issue(k + kDepth);
     } else if constexpr (Source::kAsync) {
-      commit_copies();  // of nothing: one for each row
+      end_batch();  // of nothing: one for each row
     }
     uint32_t made[kTiles][4];
     Source::make(source, in, given, columns, k < rows, made, sums);

@@ -1,0 +1,77 @@
+"""A linear with a gated activation beside it as one kernel, at sizes for which the GPU has it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ligature as te
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+
+T, H, F = 2048, 2048, 16384
+
+
+def make(kind: str, recompute: str) -> te.ops.Sequential:
+    torch.manual_seed(0)
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    return te.ops.Sequential(
+        te.ops.LayerNorm(H, **options),
+        te.ops.Linear(H, F, bias=False, **options),
+        getattr(te.ops, kind)(),
+        te.ops.Linear(F // 2, H, bias=False, **options),
+        recompute=recompute,
+    )
+
+
+def reference(
+    model: te.ops.Sequential, kind: str, x: torch.Tensor, dy: torch.Tensor
+) -> list[torch.Tensor]:
+    """Plain PyTorch in float64, which rounds only what it is given."""
+    weights = [p.detach().double().requires_grad_() for p in model.parameters()]
+    x = x.detach().double().requires_grad_()
+    w, b, w1, w2 = weights
+    z = torch.nn.functional.layer_norm(x, (H,), w, b) @ w1.t()
+    gate, linear = z.chunk(2, dim=-1)
+    if kind == "SwiGLU":
+        gate = torch.nn.functional.silu(gate)
+    else:
+        gate = torch.nn.functional.gelu(gate, approximate="tanh")
+    y = (gate * linear) @ w2.t()
+    return [y, *torch.autograd.grad(y, [x, *weights], dy.double())]
+
+
+@pytest.mark.parametrize("recompute", ["none", "cheap"])
+@pytest.mark.parametrize("kind", ["SwiGLU", "GEGLU"])
+def test_block(kind: str, recompute: str) -> None:
+    model = make(kind, recompute)
+    x = torch.randn(T, H, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    dy = torch.randn(T, H, dtype=torch.bfloat16, device="cuda")
+    wanted = reference(model, kind, x, dy)
+    # The graph is kept, then not: what is saved is overwritten in the second backward alone.
+    y = model(x)
+    y.backward(dy, retain_graph=True)
+    first = [x.grad, *(p.grad for p in model.parameters())]
+    x.grad = None
+    for parameter in model.parameters():
+        parameter.grad = None
+    y.backward(dy)
+    second = [x.grad, *(p.grad for p in model.parameters())]
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    for got, want in zip([y, *second], wanted, strict=True):
+        error = (got.double() - want).abs().max() / want.abs().max()
+        assert error < 2e-2, f"{tuple(got.shape)}: {float(error)}"
+    text = str(model.explain())
+    assert "linear_gated_forward" in text
+    assert "linear_gated_backward" in text
+
+
+def test_small_sizes_take_two_kernels() -> None:
+    model = make("SwiGLU", "none")
+    x = torch.randn(64, H, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    model(x).sum().backward()
+    assert "linear_gated" not in str(model.explain())
