@@ -275,7 +275,8 @@ std::vector<Tensor> FlatCall::run_back(const Layout& layout, std::vector<Tensor>
   const Tensor dy = std::move(grads[0]);
   grads.erase(grads.begin());
   return run_backward(
-      {*plan_, *contexts, traced_.param_offsets, layout.extra_outputs, values, nullptr}, need, dy,
+      {*plan_, *contexts, traced_.param_offsets, layout.extra_outputs, values, nullptr, nullptr},
+      need, dy,
       std::move(grads));
 }
 

@@ -92,6 +92,7 @@ std::vector<Tensor> run_backward(const BackwardCall& call, const BackwardNeed& n
         contexts[op].requires_grad = flags[op];
         contexts[op].save_for_backward({});
       }
+      contexts.owner = nullptr;
     }
   } restore{contexts, flags_of_forward};
 
@@ -107,6 +108,7 @@ std::vector<Tensor> run_backward(const BackwardCall& call, const BackwardNeed& n
       ctxs.push_back(&contexts[op]);
     }
     if (step.op->is_guest()) fill_in_zeros(step, call.extra_outputs, grad_extra_outputs);
+    contexts.owner = step.op->takes_saved() && !step.op->is_guest() ? call.owner : nullptr;
     std::optional<kernels::KernelLog> log;
     if (call.trace != nullptr) log.emplace(call.trace->device);
     FuserBackwardResult step_result = [&] {

@@ -41,6 +41,7 @@ struct BackwardCall {
   const std::vector<size_t>& param_offsets;
   const std::vector<std::vector<ValueMeta>>& extra_outputs;  ///< of forward
   SavedValues& saved;
+  SavedOwner* owner;  ///< from whom steps may take saved tensors; null: from nobody
   TracePtr trace;
 };
 
