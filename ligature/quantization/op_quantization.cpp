@@ -129,6 +129,15 @@ void WeightCache::clear() {
   quantized_ = nullptr;
 }
 
+bool WeightCache::keeps(const Tensor& part) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (quantized_ == nullptr || !part.has_storage()) return false;
+  for (const Tensor& own : quantized_->tensors()) {
+    if (own.storage().is_alias_of(part.storage())) return true;
+  }
+  return false;
+}
+
 void OpQuantization::move_to(at::Device device) {
   if (device.is_meta()) return;
   const c10::InferenceMode no_inference(false);
@@ -140,6 +149,7 @@ void OpQuantization::move_to(at::Device device) {
       for (Tensor* tensor : {&delayed->scale, &delayed->amax, &delayed->history}) {
         if (tensor->device() != device) *tensor = tensor->to(device);
       }
+      if (delayed->graph_scale.defined()) delayed->graph_scale = delayed->scale;
     }
   }
 }
