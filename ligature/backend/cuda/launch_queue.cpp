@@ -298,6 +298,10 @@ LaunchPause::~LaunchPause() {
 
 bool holds_launches() { return LaunchQueue::current() != nullptr; }
 
+void launch_held() {
+  if (LaunchQueue* queue = LaunchQueue::current()) queue->flush();
+}
+
 void hold_memory(const Tensor& tensor) {
   if (LaunchQueue* queue = LaunchQueue::current(); queue != nullptr && tensor.defined()) {
     queue->hold(tensor);

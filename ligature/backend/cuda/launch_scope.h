@@ -47,6 +47,9 @@ class LaunchPause {
 /// Are this thread's launches being held?
 bool holds_launches();
 
+/// Launches what this thread holds.
+void launch_held();
+
 /// Keeps a tensor's memory until everything held so far is launched.
 void hold_memory(const Tensor& tensor);
 

@@ -10,6 +10,7 @@ LaunchPause::LaunchPause(bool) {}
 LaunchPause::~LaunchPause() = default;
 
 bool holds_launches() { return false; }
+void launch_held() {}
 void hold_memory(const Tensor&) {}
 
 void set_launch_graphs(bool) {}
