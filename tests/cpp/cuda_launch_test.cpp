@@ -94,6 +94,22 @@ TEST_F(CudaLaunch, AnAtenCallSeesResults) {
   }
 }
 
+// These give views where they can and copies where they must.
+TEST_F(CudaLaunch, ACopyThatLooksLikeAViewSeesResults) {
+  const Chain chain;
+  const Tensor wanted = chain();
+  for (int i = 0; i < 4; ++i) {
+    cuda::LaunchScope scope(chain.x);
+    const Tensor turned = chain().t().contiguous();
+    const Tensor wide = chain().to(at::kFloat);
+    const Tensor flat = chain().t().reshape({-1});
+    scope.finish();
+    EXPECT_TRUE(at::equal(turned, wanted.t())) << i;
+    EXPECT_TRUE(at::equal(wide, wanted.to(at::kFloat))) << i;
+    EXPECT_TRUE(at::equal(flat, wanted.t().reshape({-1}))) << i;
+  }
+}
+
 TEST_F(CudaLaunch, AViewLaunchesNothing) {
   const Chain chain;
   const cuda::LaunchCounts before = cuda::launch_counts();

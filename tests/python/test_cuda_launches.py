@@ -62,10 +62,11 @@ def train(
         with context(recipe):
             y = model(x)
         y.backward(torch.cos(y.detach()))
-        seen += [y.detach().clone(), x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
+        seen += [t.detach().cpu() for t in (y, x.grad, *(p.grad for p in model.parameters()))]
         optimizer.step()
         optimizer.zero_grad()
-    return [*seen, *(p.detach().clone() for p in model.parameters())]
+        del x, y  # their memory serves the next step
+    return [*seen, *(p.detach().cpu() for p in model.parameters())]
 
 
 def assert_same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:

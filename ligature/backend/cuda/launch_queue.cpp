@@ -14,7 +14,10 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "ligature/backend/cuda/gemm_plan.h"
 #include "ligature/backend/cuda/launch_scope.h"
@@ -137,20 +140,23 @@ void drop_oldest(Graphs& all) {
   --all.count;
 }
 
-/// Gives its arguments' memory back under another name, or memory without content.
-bool computes_nothing(const c10::FunctionSchema& schema) {
-  const std::string& name = schema.name();
-  if (name.starts_with("aten::empty") || name == "aten::new_empty") return true;
-  if (schema.is_mutable() || schema.returns().empty()) return false;
-  return std::all_of(schema.returns().begin(), schema.returns().end(),
-                     [](const c10::Argument& result) { return result.alias_info() != nullptr; });
+/// Gives its argument's memory under another name, or memory without content. What merely may do
+/// so, as contiguous() or to(), is not among them.
+bool computes_nothing(const std::string& name) {
+  static const std::unordered_set<std::string_view> names = {
+      "aten::alias",  "aten::as_strided",    "aten::detach",    "aten::empty",  "aten::empty_like",
+      "aten::expand", "aten::empty_strided", "aten::new_empty", "aten::narrow", "aten::permute",
+      "aten::select", "aten::slice",         "aten::squeeze",   "aten::t",      "aten::transpose",
+      "aten::view",   "aten::unsqueeze",     "aten::view_as",
+  };
+  return names.contains(name);
 }
 
 void aten_call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   LaunchQueue* queue = LaunchQueue::current();
   const c10::FunctionSchema& schema = op.schema();
   {
-    const LaunchPause pause(/*launch=*/!computes_nothing(schema));
+    const LaunchPause pause(/*launch=*/!computes_nothing(schema.name()));
     op.callBoxed(stack);
   }
   if (queue == nullptr) return;
