@@ -48,9 +48,9 @@ at::Tensor DelayedSession::scale_of(const DelayedScalePtr& delayed, bool& record
   if (found != index_.end()) return met_[found->second].scale;
   if (!record) return delayed->scale;
   index_.emplace(delayed.get(), met_.size());
-  // A captured graph overwrites factors: what this pass uses, also when it is run again, is a copy.
-  const bool captured = cuda::is_captured(delayed->scale);
-  met_.push_back({delayed, captured ? delayed->scale.clone() : delayed->scale});
+  // Graphs overwrite factors: what this pass uses, also when it is run again, is a copy.
+  const bool overwritten = delayed->graph_scale.defined() || cuda::is_captured(delayed->scale);
+  met_.push_back({delayed, overwritten ? delayed->scale.clone() : delayed->scale});
   return met_.back().scale;
 }
 

@@ -18,13 +18,18 @@ class DelayedScaling;
 
 /// What delayed scaling remembers of one tensor from step to step.
 struct DelayedScale {
-  /// float [1]: values are multiplied by it; replaced, not overwritten (but by a captured graph)
+  /// float [1]: values are multiplied by it; replaced, not overwritten (but by a captured or a
+  /// compiled graph)
   at::Tensor scale;
   at::Tensor amax;     ///< float [1]: the largest magnitude since the last update
   at::Tensor history;  ///< float [amax_history_len]: earlier ones, the newest first
   float max_value = 448.0f;
   /// By which it is updated; null: by nobody, it is the user's own.
   std::shared_ptr<const DelayedScaling> recipe;
+  /// The same tensor, where compiled graphs have it among their inputs: then it is overwritten.
+  at::Tensor graph_scale;
+
+  void set_scale(at::Tensor value);
 };
 using DelayedScalePtr = std::shared_ptr<DelayedScale>;
 
@@ -87,6 +92,8 @@ class DelayedSource {
   virtual ~DelayedSource() = default;
   /// The factor to use now; `record`: whether to note the largest value.
   virtual at::Tensor scale_of(const DelayedScalePtr& delayed, bool& record) = 0;
+  /// Where to note it.
+  virtual at::Tensor amax_of(const DelayedScalePtr& delayed) { return delayed->amax; }
   static DelayedSource* current();
   /// Sets it for this thread and returns the one before.
   static DelayedSource* exchange(DelayedSource* source);

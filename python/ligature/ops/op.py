@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import compiler
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from ..quantization import checkpointing
@@ -88,7 +90,7 @@ class FusibleOperation(torch.nn.Module):
 
     # -- copies: the C++ twin is made anew
 
-    _not_copied: ClassVar[tuple[str, ...]] = ("_op", "_impl", "_own_fuser")
+    _not_copied: ClassVar[tuple[str, ...]] = ("_op", "_impl", "_own_fuser", "_traced")
 
     def _state(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in self._not_copied}
@@ -145,6 +147,22 @@ class FusibleOperation(torch.nn.Module):
             fuser = OperationFuser([self], use_channels=False)
             self.__dict__["_own_fuser"] = fuser
         return fuser
+
+    def _prepare_traced(self) -> str:
+        from .traced_group import traced
+
+        if "_traced" not in self.__dict__:
+            self.__dict__["_traced"] = traced(self._alone())
+        return "ready"
+
+    # A compiler runs it once, while it traces.
+    _prepare_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _forward_traced(self, input: Any, extra_inputs: Any, kwargs: Any) -> Any:
+        from . import traced
+
+        self._prepare_traced()
+        return traced.call(self._traced, input, list(extra_inputs), kwargs)
 
 
 class BasicOperation(FusibleOperation):
@@ -333,7 +351,10 @@ class BasicOperation(FusibleOperation):
         **kwargs: Any,
     ) -> Any:
         """Runs this operation by itself; every extra input and output is the caller's."""
-        return self._alone()(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+        if is_dynamo_compiling() or compiler._is_compiling_flag:  # cheaper than is_compiling()
+            return self._forward_traced(input, extra_inputs, [kwargs] if kwargs else None)
+        fuser = self.__dict__.get("_own_fuser") or self._alone()
+        return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
 
 
 def _channel_index(index: int) -> int:
@@ -409,7 +430,10 @@ class FusedOperation(FusibleOperation):
         basic_op_kwargs: list[dict[str, Any]] | None = None,
     ) -> Any:
         """Runs its basic operations by themselves, fused as the registry says."""
-        return self._alone()(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+        if is_dynamo_compiling() or compiler._is_compiling_flag:
+            return self._forward_traced(input, extra_inputs, basic_op_kwargs)
+        fuser = self.__dict__.get("_own_fuser") or self._alone()
+        return fuser(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
 
 
 def drop_empty_state(state_dict: dict[str, Any], prefix: str) -> None:

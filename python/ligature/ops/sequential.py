@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast, overload
 
 import torch
+from torch import compiler
+from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 
 from .. import _C
 from ..explanation import Explanation, example_tensors, strict, strict_names
@@ -36,6 +38,14 @@ class _Group:
     inputs: list[str] = field(default_factory=list)  # channel of each extra input, or ""
     outputs: list[str] = field(default_factory=list)
     output_to_user: list[bool] = field(default_factory=list)
+    traced: Any = None  # the fuser as traced code knows it
+
+
+class _Kept:
+    """Fusers of exported programs: torch.export takes back what is set while it traces."""
+
+    def __init__(self) -> None:
+        self.fusers: list[OperationFuser] = []
 
 
 class Sequential(torch.nn.Module):
@@ -65,6 +75,8 @@ class Sequential(torch.nn.Module):
         self._watch: _C.ModuleWatch | None = None
         self._watched: tuple[Any, ...] = ()
         self._only: OperationFuser | None = None
+        self._exported = _Kept()
+        self._edits = "0"  # a compiler guards it; a string, lest it makes a variable of it
         self._recompute = "none"
         self._strict: list[str] = []
         self.recompute = recompute
@@ -88,7 +100,7 @@ class Sequential(torch.nn.Module):
         if value not in ("none", "cheap"):
             raise ValueError(f"[Sequential] recompute must be 'none' or 'cheap', got {value!r}")
         self._recompute = value
-        self._module_groups = None
+        self._changed()
 
     @property
     def strict(self) -> Sequence[str]:
@@ -98,7 +110,7 @@ class Sequential(torch.nn.Module):
     @strict.setter
     def strict(self, fusions: Sequence[str]) -> None:
         self._strict = strict_names(fusions)
-        self._module_groups = None
+        self._changed()
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
         if module is not None and not isinstance(module, torch.nn.Module):
@@ -106,8 +118,12 @@ class Sequential(torch.nn.Module):
                 f"[Sequential] module '{name}' must be a torch.nn.Module, got "
                 f"{type(module).__name__}"
             )
-        self._module_groups = None
+        self._changed()
         super().add_module(name, module)
+
+    def _changed(self) -> None:
+        self._module_groups = None
+        self._edits = str(int(self._edits) + 1)
 
     def _key(self, idx: int) -> str:
         keys = list(self._modules)
@@ -134,7 +150,7 @@ class Sequential(torch.nn.Module):
         self.add_module(self._key(idx), module)
 
     def __delitem__(self, idx: slice | int) -> None:
-        self._module_groups = None
+        self._changed()
         keys = list(self._modules)[idx] if isinstance(idx, slice) else [self._key(idx)]
         for key in keys:
             del self._modules[key]
@@ -184,6 +200,7 @@ class Sequential(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state.update(_module_groups=None, _groups=[], _watch=None, _watched=(), _only=None)
+        state.update(_exported=_Kept())
         return state
 
     def load_state_dict(
@@ -287,10 +304,20 @@ class Sequential(torch.nn.Module):
     def num_extra_inputs(self) -> int:
         """How many extra inputs it takes after its input."""
         self._update_groups()
+        return self._count_extra_inputs()
+
+    def _count_nested(self) -> int:
+        if is_compiling():
+            self._prepare_traced()
+        else:
+            self._update_groups()
+        return self._count_extra_inputs()
+
+    def _count_extra_inputs(self) -> int:
         count = 0
         for group in self._groups:
             if isinstance(group.module, Sequential):
-                count += group.module.num_extra_inputs
+                count += group.module._count_nested()
             else:
                 count += sum(1 for name in group.inputs if not name)
         return count
@@ -302,7 +329,9 @@ class Sequential(torch.nn.Module):
         op_kwargs: Mapping[Any, dict[str, Any]] | None = None,
     ) -> Any:
         """The output, or a tuple of the output and the extra outputs."""
-        if self._module_groups is None or self._watch is None or self._watch.changed():
+        if is_dynamo_compiling() or compiler._is_compiling_flag:  # cheaper than is_compiling()
+            return self._forward_traced(input, extra_inputs, op_kwargs)
+        if self._module_groups is None or self._watch.changed():  # type: ignore[union-attr]
             self._regroup()
         if self._only is not None and op_kwargs is None:
             return self._only(input, *extra_inputs)
@@ -311,6 +340,26 @@ class Sequential(torch.nn.Module):
             return self._forward_groups(input, list(extra_inputs), kwargs)
         with strict(*self._strict, where="any"):
             return self._forward_groups(input, list(extra_inputs), kwargs)
+
+    def _prepare_traced(self) -> str:
+        from .traced_group import traced
+
+        self._update_groups()
+        for group in self._groups:
+            if isinstance(group.module, OperationFuser) and group.traced is None:
+                group.traced = traced(group.module)
+                if is_exporting():
+                    self._exported.fusers.append(group.module)
+        return "ready"
+
+    # A compiler runs it once, while it traces.
+    _prepare_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _forward_traced(self, input: Any, extra_inputs: Any, op_kwargs: Any) -> Any:
+        assert self._edits  # read, so that a compiler guards it
+        self._prepare_traced()
+        kwargs = {} if op_kwargs is None else self._resolve_kwargs(op_kwargs)
+        return self._forward_groups(input, list(extra_inputs), kwargs)
 
     # -- explaining
 
@@ -377,14 +426,14 @@ class Sequential(torch.nn.Module):
         kwargs: dict[int, Any],
         explainer: Explainer | None = None,
     ) -> Any:
-        wanted = self.num_extra_inputs
+        wanted = self._count_extra_inputs()
         if len(extra_inputs) != wanted:
             raise ValueError(f"[Sequential] takes {wanted} extra inputs, got {len(extra_inputs)}")
         extra_outputs: list[torch.Tensor] = []
         channels: dict[tuple[int, str], torch.Tensor] = {}
         for group in self._groups:
             if isinstance(group.module, Sequential):
-                count = group.module.num_extra_inputs
+                count = group.module._count_extra_inputs()
                 taken, extra_inputs = extra_inputs[:count], extra_inputs[count:]
                 if explainer is not None:
                     x = explainer.nested(group, x, taken)
@@ -402,8 +451,10 @@ class Sequential(torch.nn.Module):
             inputs = [
                 channels[group.run, name] if name else extra_inputs.pop(0) for name in group.inputs
             ]
-            parts = [part for op in group.ops for part in basic_ops_of(op)]
-            part_kwargs = [kwargs.get(id(part), {}) for part in parts]
+            part_kwargs: list[dict[str, Any]] = [{}]
+            if kwargs:
+                parts = [part for op in group.ops for part in basic_ops_of(op)]
+                part_kwargs = [kwargs.get(id(part), {}) for part in parts]
             if explainer is not None:
                 x = explainer.operations(group, x, inputs)
             else:
@@ -424,6 +475,10 @@ class Sequential(torch.nn.Module):
         group: _Group, x: Any, inputs: list[torch.Tensor], part_kwargs: list[dict[str, Any]]
     ) -> Any:
         given = part_kwargs if any(part_kwargs) else None
+        if group.traced is not None and is_compiling():
+            from . import traced
+
+            return traced.call(group.traced, x, inputs, given)
         if isinstance(group.module, BasicOperation):
             return group.module(x, *inputs, **part_kwargs[0])
         if isinstance(group.module, FusedOperation):

@@ -9,14 +9,19 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.compiler import is_compiling
 
 from .. import _C
 from .recipe import DelayedScaling, Recipe
+from .scope import SCOPE
 
 
 def get_default_recipe() -> Recipe:
     """What ``autocast`` uses when it is given no recipe: ``DelayedScaling()``."""
     return DelayedScaling()
+
+
+_DEFAULT = DelayedScaling()
 
 
 def _share_amax(group: Any) -> Callable[[torch.Tensor], None] | None:
@@ -62,16 +67,33 @@ class autocast:  # noqa: N801 - used like torch.autocast
             raise TypeError(f"[autocast] recipe must be a Recipe, got {type(recipe).__name__}")
         self._enabled = enabled
         self._calibrating = calibrating
-        self._recipe = get_default_recipe() if recipe is None else recipe
+        self._recipe = _DEFAULT if recipe is None else recipe
         self._group = amax_reduction_group
+        self._outer: list[tuple[str, str, bool]] = []
 
     def __enter__(self) -> None:
-        _C.enter_autocast(
-            self._enabled, self._calibrating, self._recipe._native, _share_amax(self._group)
-        )
+        traced = is_compiling()
+        if not traced:
+            _C.enter_autocast(
+                self._enabled, self._calibrating, self._recipe._native, _share_amax(self._group)
+            )
+        self._recipe._be_known()
+        self._outer.append((SCOPE.recipe, SCOPE.flags, SCOPE.own))
+        active = self._enabled or self._calibrating
+        SCOPE.recipe = self._recipe._key if active else ""
+        SCOPE.flags = "enabled" if self._enabled else "calibrating" if active else ""
+        SCOPE.own = traced
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        _C.exit_autocast(kind is None)
+        if is_compiling():
+            outermost = not self._outer[-1][2]
+            if outermost and SCOPE.met and kind is None:
+                from ..ops import traced
+
+                traced.update_delayed()
+        else:
+            _C.exit_autocast(kind is None)
+        SCOPE.recipe, SCOPE.flags, SCOPE.own = self._outer.pop()
 
 
 def fp8_autocast(
