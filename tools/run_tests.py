@@ -34,7 +34,7 @@ SECONDS = {
     "test_module_copies.py": 8.0,
     "test_delayed_scaling.py": 8.0,
     "test_quantizers.py": 8.0,
-    "test_integrations_transformers.py": 12.0,
+    "test_integrations_transformers.py": 20.0,
     "test_integrations_state.py": 10.0,
     "test_llama_example.py": 7.0,
     "test_recipe_steps.py": 7.0,

@@ -122,6 +122,27 @@ def test_generate_with_a_cache() -> None:
     assert torch.equal(changed.eval().generate(ids, **options), wanted)
 
 
+@pytest.mark.parametrize("recipe", [None, te.recipe.DelayedScaling])
+def test_compiled_without_graph_breaks(recipe: Any) -> None:
+    _, changed = pair(replace)
+    other = copy.deepcopy(changed)
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    ids = tokens()
+    torch._dynamo.reset()
+    for _ in range(2):
+        losses = []
+        for model in (changed, compiled):
+            model.zero_grad()
+            with te.autocast(enabled=recipe is not None, recipe=recipe and recipe()):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    most = 5e-5 if recipe is None else 1e-2
+    for ours, wanted in zip(other.parameters(), changed.parameters(), strict=True):
+        assert error(ours.grad, wanted.grad) < most
+
+
 # -- Ligature's own settings
 
 
