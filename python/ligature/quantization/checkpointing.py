@@ -181,6 +181,11 @@ def _state_names(*modes: str) -> list[str]:
     return names
 
 
+def state_keys(prefix: str) -> list[str]:
+    """Every key that the recipe state of an operation may have."""
+    return [f"{prefix}{_STATE}{name}" for name in _state_names()]
+
+
 # -- a whole model
 
 
