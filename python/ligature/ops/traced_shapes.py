@@ -28,9 +28,10 @@ def hint(size: Any) -> int:
     """A number that a size stands for while a graph is traced."""
     if isinstance(size, int):
         return size
-    from torch.fx.experimental.symbolic_shapes import optimization_hint
+    from torch.fx.experimental import symbolic_shapes as torchs
 
-    return int(optimization_hint(size, fallback=32))
+    name = "optimization_hint" if hasattr(torchs, "optimization_hint") else "hint_int"  # torch 2.11
+    return int(getattr(torchs, name)(size, fallback=32))
 
 
 def _symbols(sizes: Sequence[Any]) -> list[Any]:

@@ -38,6 +38,14 @@ def _share_amax(group: Any) -> Callable[[torch.Tensor], None] | None:
     return reduce
 
 
+def _shares_amax(group: Any) -> str:
+    return "yes" if _share_amax(group) is not None else ""
+
+
+# A compiler runs it once, while it traces.
+_shares_amax._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class autocast:  # noqa: N801 - used like torch.autocast
     """Operations called inside compute in low precision, as the recipe says.
 
@@ -76,6 +84,11 @@ class autocast:  # noqa: N801 - used like torch.autocast
         if not traced:
             _C.enter_autocast(
                 self._enabled, self._calibrating, self._recipe._native, _share_amax(self._group)
+            )
+        elif _shares_amax(self._group):
+            raise NotImplementedError(
+                "[autocast] largest values cannot be shared between processes inside a compiled "
+                "function; enter autocast around it"
             )
         self._recipe._be_known()
         self._outer.append((SCOPE.recipe, SCOPE.flags, SCOPE.own))
