@@ -214,6 +214,16 @@ def test_a_thread_with_another_recipe_is_refused() -> None:
     assert "compiled for Float8CurrentScaling" in str(errors[0])
 
 
+def test_after_an_autocast_that_ended_in_an_error() -> None:
+    model = mlp(H, 64)
+    x = torch.randn(8, H)
+    recipe = DelayedScaling(scaling_factor_compute_algo=lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), te.autocast(recipe=recipe):
+        model(x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), model(x))
+
+
 def test_sharing_largest_values_inside_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[te.autocast.__module__]
     monkeypatch.setattr(module, "_share_amax", lambda group: print)

@@ -27,6 +27,7 @@ class FusibleOperation(torch.nn.Module):
     """An operation that a fuser can run, alone or as part of a fusion."""
 
     _op: _C.Operation
+    _traced: Any
 
     @property
     def is_fused_op(self) -> bool:

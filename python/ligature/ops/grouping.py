@@ -10,8 +10,9 @@ import torch
 from torch.compiler import is_compiling
 
 from .fuser import OperationFuser
+from .fusible import FusibleOperation
 from .hooks import GLOBAL_HOOKS, has_hooks
-from .op import BasicOperation, FusedOperation, FusibleOperation, basic_ops_of
+from .op import BasicOperation, FusedOperation, basic_ops_of
 
 
 def _called_by_itself(op: FusibleOperation) -> bool:

@@ -15,9 +15,10 @@ from ..quantization import checkpointing
 from .builtin import default_device
 from .explainer import Explainer, explain_last
 from .fuser import OperationFuser
+from .fusible import FusibleOperation
 from .grouping import Group, KeptFusers, group_run
 from .hooks import GLOBAL_HOOKS, hook_dicts
-from .op import FusedOperation, FusibleOperation, basic_ops_of
+from .op import FusedOperation, basic_ops_of
 
 
 class Sequential(torch.nn.Module):

@@ -98,15 +98,15 @@ class autocast:  # noqa: N801 - used like torch.autocast
         SCOPE.own = traced
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if is_compiling():
-            outermost = not self._outer[-1][2]
-            if outermost and SCOPE.met and kind is None:
-                from ..ops import traced
-
-                traced.update_delayed()
-        else:
-            _C.exit_autocast(kind is None)
         SCOPE.recipe, SCOPE.flags, SCOPE.own = self._outer.pop()
+        if not is_compiling():
+            _C.exit_autocast(kind is None)
+        elif not SCOPE.own and SCOPE.met:
+            from ..ops import traced
+
+            if kind is None:
+                traced.update_delayed()
+            SCOPE.met.clear()
 
 
 def fp8_autocast(
