@@ -163,7 +163,13 @@ std::string FlatCall::key() const {
 // Graphs are guarded by what the threads of a process have in common; each thread has a
 // low-precision context of its own.
 void FlatCall::check_thread() const {
-  if (traced_.own_autocast || torch::autograd::get_current_graph_task_id() >= 0) return;
+  if (traced_.own_autocast) {
+    const bool again = is_recomputing() || torch::autograd::get_current_graph_task_id() >= 0;
+    LIGATURE_CHECK_STATE(!again || delayed_.empty(),
+                         "a checkpoint cannot run a compiled function again that enters autocast "
+                         "with delayed scaling inside; enter autocast around the checkpoint");
+    return;
+  }
   const auto name = [](const RecipePtr& recipe) {
     return recipe == nullptr ? std::string("high precision") : recipe->key();
   };

@@ -361,23 +361,6 @@ def test_changes_are_seen() -> None:
     assert pair.graphs == 3
 
 
-def test_strict() -> None:
-    model = ops.Sequential(ops.Linear(H, H), ops.GELU(), strict=["ForwardLinearBiasActivation"])
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    x = torch.randn(6, H)
-    assert torch.equal(compiled(x), model(x))
-    with te.strict("ForwardLinearBiasActivation"):
-        compiled(x)
-    with (
-        te.strict("ForwardLinearBiasAdd"),
-        pytest.raises(RuntimeError, match="ForwardLinearBiasAdd"),
-    ):
-        compiled(x)
-    model.append(torch.nn.Tanh())
-    with pytest.raises(Exception, match="strict cannot be checked in a compiled graph"):
-        compiled(x)
-
-
 def test_bad_input_is_refused() -> None:
     model = torch.compile(mlp(), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"must be normalized_shape|last dimension"):

@@ -1,5 +1,5 @@
-"""Operations and fusions written in Python in compiled graphs, torch.export, and torch's own checks
-of the functions that graphs call."""
+"""Operations written in Python in compiled graphs, what breaks a graph or is refused,
+torch.export, and torch's own checks of the functions that graphs call."""
 
 from __future__ import annotations
 
@@ -132,6 +132,23 @@ def test_parameters_that_break_the_graph(make: Any, reason: str) -> None:
     strict = torch.compile(function, backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
         strict(x)
+
+
+def test_strict() -> None:
+    model = ops.Sequential(ops.Linear(H, H), ops.GELU(), strict=["ForwardLinearBiasActivation"])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(6, H)
+    assert torch.equal(compiled(x), model(x))
+    with te.strict("ForwardLinearBiasActivation"):
+        compiled(x)
+    with (
+        te.strict("ForwardLinearBiasAdd"),
+        pytest.raises(RuntimeError, match="ForwardLinearBiasAdd"),
+    ):
+        compiled(x)
+    model.append(torch.nn.Tanh())
+    with pytest.raises(Exception, match="strict cannot be checked in a compiled graph"):
+        compiled(x)
 
 
 def test_export() -> None:
