@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/fuser/node_ptr.h"
 
 namespace ligature {
@@ -105,6 +106,7 @@ bool FuserNode::let_go(const OperationContext& ctx, size_t i, bool& internal) {
     if (last_user_[k] < op) return false;
   }
   for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
+    cuda::hold_memory(unpacked_[k]);
     unpacked_[k].reset();
     saved_[k].reset_data();
   }
@@ -119,7 +121,10 @@ void FuserNode::unpack(size_t op) {
   if (autocast_.session != nullptr && !slots_[op].empty()) recompute.emplace(autocast_);
   for (const Slot& slot : slots_[op]) {
     for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
-      if (!unpacked_[k].defined()) unpacked_[k] = saved_[k].unpack(getptr());
+      if (unpacked_[k].defined()) continue;
+      std::optional<cuda::LaunchPause> launched;
+      if (saved_[k].has_hooks()) launched.emplace();
+      unpacked_[k] = saved_[k].unpack(getptr());
     }
     if (slot.first == Wiring::kNone) {
       values.emplace_back();
@@ -136,6 +141,7 @@ void FuserNode::unpack(size_t op) {
 void FuserNode::used(size_t first, size_t end) {
   for (size_t k = 0; k < saved_.size(); ++k) {
     if (last_user_[k] < first || last_user_[k] >= end) continue;
+    cuda::hold_memory(unpacked_[k]);
     unpacked_[k].reset();
     if (!keep_graph_) saved_[k].reset_data();
   }
@@ -166,8 +172,15 @@ variable_list FuserNode::backward(variable_list& grads) {
     std::vector<Tensor>& unpacked;
     ~Clear() { unpacked.clear(); }
   } clear{unpacked_};
-  return run_backward({plan, *contexts_, param_offsets_, extra_outputs_, *this, this, trace_}, need,
-                      std::move(dy), std::move(caller_grads));
+  // Whoever gives gradients away may have let go of them.
+  cuda::LaunchScope launches(dy.is_quantized() ? Tensor() : dy.tensor());
+  if (!dy.is_quantized()) cuda::hold_memory(dy.tensor());
+  for (const Tensor& grad : caller_grads) cuda::hold_memory(grad);
+  variable_list result =
+      run_backward({plan, *contexts_, param_offsets_, extra_outputs_, *this, this, trace_}, need,
+                   std::move(dy), std::move(caller_grads));
+  launches.finish();
+  return result;
 }
 
 namespace {

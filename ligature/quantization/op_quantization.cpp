@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/backend/cuda/quantize.h"
 #include "ligature/ops/prepare.h"
 
@@ -111,6 +112,7 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
   const c10::InferenceMode no_inference(false);
   const Tensor factor = quantizer.delayed_scale();
   QuantizedPtr made = quantizer.quantize(weight, usage);
+  cuda::launch_held();  // another thread may find it here
   weight_ =
       c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(weight.getIntrusivePtr());
   version_ = weight._version();

@@ -27,7 +27,7 @@ check_torch(torch.__version__, torch.__file__)
 
 from . import common, ops, quantization, testing  # noqa: E402
 from ._C import __version__  # noqa: E402
-from ._config import cmake_prefix_path, show_config  # noqa: E402
+from ._config import cmake_prefix_path, set_launch_graphs, show_config  # noqa: E402
 from .common import recipe  # noqa: E402
 from .explanation import Explanation, PlanDiff, explain, strict  # noqa: E402
 from .quantization import (  # noqa: E402
@@ -91,6 +91,7 @@ __all__ = [
     "quantization",
     "quantized_model_init",
     "recipe",
+    "set_launch_graphs",
     "show_config",
     "strict",
     "testing",

@@ -67,10 +67,10 @@ Tensor set_coefficients(Gemm& gemm, const ProductTerms& terms, float beta, Strea
   const Tensor& known = terms.a_factor.defined() ? terms.a_factor : terms.b_factor;
   if (!known.defined()) return {};
   Tensor held = empty_on({2}, at::kFloat, known.device());
-  launch_coefficients(held.mutable_data_ptr<float>(), terms.alpha, beta,
-                      static_cast<const float*>(data_of(terms.a_factor)),
-                      static_cast<const float*>(data_of(terms.b_factor)), stream);
-  check_launch("gemm coefficients");
+  launch<&launch_coefficients>("gemm coefficients", stream, held.mutable_data_ptr<float>(),
+                               terms.alpha, beta,
+                               static_cast<const float*>(data_of(terms.a_factor)),
+                               static_cast<const float*>(data_of(terms.b_factor)));
   gemm.coefficients = held.const_data_ptr<float>();
   return held;
 }
@@ -158,7 +158,7 @@ void multiply(const Tensor& d, const Side& a, const Side& b, const Tensor& c,
   }
   gemm.tf32 = operands == GemmType::Float32 && at::globalContext().allowTF32CuBLAS();
   const Tensor held = set_coefficients(gemm, terms, c.defined() ? 1.0F : 0.0F, stream);
-  run_gemm(gemm, d.get_device(), stream);
+  launch<&run_gemm>("gemm", stream, gemm, static_cast<int>(d.get_device()));
 }
 
 ProductTerms alpha_only(double alpha) {

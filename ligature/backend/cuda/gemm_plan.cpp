@@ -17,6 +17,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "ligature/backend/cuda/launch_queue.h"
 #include "ligature/backend/cuda/workspace.h"
 #include "ligature/check.h"
 
@@ -382,6 +383,7 @@ std::atomic<bool>& search_flag() {
 }  // namespace
 
 void set_gemm_search(bool on) { search_flag() = on; }
+bool gemm_search() { return search_flag().load(std::memory_order_relaxed); }
 
 size_t gemm_plan_count() { return plans().size(); }
 
@@ -395,11 +397,15 @@ void run_gemm(const Gemm& gemm, int device, Stream stream) {
   LIGATURE_CHECK_STATE(plan.choice.available, "[gemm] cuBLASLt has no algorithm for a product of [",
                        gemm.m, ", ", gemm.k, "] and [", gemm.k, ", ", gemm.n, "] on this device");
   plan.point(gemm);
-  const bool to_search = !plan.choice.searched && search_flag().load(std::memory_order_relaxed);
-  const bool capturing = (plan.choice.workspace > 0 || to_search) && is_capturing(stream);
+  const bool to_search = !plan.choice.searched && gemm_search();
+  const CaptureStreams& held = capture_streams();
+  const bool of_held = held.capture == stream && stream != nullptr;
+  const bool capturing =
+      !of_held && (plan.choice.workspace > 0 || to_search) && is_capturing(stream);
   if (to_search && !capturing) search(plan, gemm, key, device, stream);
   at::TensorBase keep;
-  void* memory = workspace(device, stream, plan.choice.workspace, capturing, keep);
+  void* memory =
+      workspace(device, of_held ? held.real : stream, plan.choice.workspace, capturing, keep);
   check(multiply(plan, plan.choice, gemm, device, stream, memory), "cublasLtMatmul");
 }
 
