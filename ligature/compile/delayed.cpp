@@ -27,6 +27,8 @@ size_t DelayedFactors::find(const DelayedScalePtr& delayed) const {
 at::Tensor DelayedFactors::scale_of(const DelayedScalePtr& delayed, bool& record) {
   const size_t index = find(delayed);
   if (index == known_.size()) return delayed->scale;
+  // What runs again in a checkpoint has the factors of the first run.
+  if (is_recomputing() && before_ != nullptr) return before_->scale_of(delayed, record);
   record = record && !is_recomputing();
   if (record && std::find(met_.begin(), met_.end(), delayed) == met_.end()) met_.push_back(delayed);
   return scales_[index];

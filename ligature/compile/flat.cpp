@@ -1,10 +1,8 @@
 #include "ligature/compile/flat.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -13,12 +11,11 @@
 #include "ligature/compile/delayed.h"
 #include "ligature/fuser/backward_run.h"
 #include "ligature/fuser/forward_run.h"
+#include "ligature/fuser/strict.h"
 #include "ligature/version.h"
 
 namespace ligature::compile {
 namespace {
-
-constexpr size_t kMaxLayouts = 64;
 
 std::vector<int64_t> sizes_of(const Arguments& arguments) {
   std::vector<int64_t> sizes = arguments.input.sizes().vec();
@@ -166,7 +163,13 @@ std::string FlatCall::key() const {
 // Graphs are guarded by what the threads of a process have in common; each thread has a
 // low-precision context of its own.
 void FlatCall::check_thread() const {
-  if (traced_.own_autocast || torch::autograd::get_current_graph_task_id() >= 0) return;
+  if (traced_.own_autocast) {
+    const bool again = is_recomputing() || torch::autograd::get_current_graph_task_id() >= 0;
+    LIGATURE_CHECK_STATE(!again || delayed_.empty(),
+                         "a checkpoint cannot run a compiled function again that enters autocast "
+                         "with delayed scaling inside; enter autocast around the checkpoint");
+    return;
+  }
   const auto name = [](const RecipePtr& recipe) {
     return recipe == nullptr ? std::string("high precision") : recipe->key();
   };
@@ -220,13 +223,14 @@ std::shared_ptr<const Layout> FlatCall::run(const Arguments& arguments,
   if (known == nullptr) {
     return make_layout(*plan_, arguments, outcome, contexts, traced_.input.device, results);
   }
-  results = collect_results(*known, *plan_, outcome, *contexts);
+  results = collect_results(*known, *plan_, arguments, outcome, *contexts);
   return known;
 }
 
 std::vector<Tensor> FlatCall::forward(Arguments arguments, const std::vector<Tensor>& scales,
                                       int64_t structure) {
   check_thread();
+  if (StrictScope::active()) StrictScope::check(*plan_);
   arguments.input = arguments.input.contiguous();
   for (Tensor& t : arguments.params) t = t.contiguous();
   for (Tensor& t : arguments.extra_inputs) t = t.contiguous();
@@ -249,6 +253,8 @@ std::vector<Tensor> FlatCall::forward(Arguments arguments, const std::vector<Ten
   }
   // Those that noted something are updated when the thread's outermost context ends.
   if (const auto& session = autocast_state().session; session != nullptr && !traced_.own_autocast) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    reduce_amax_ = autocast_state().reduce_amax;
     for (const DelayedScalePtr& delayed : factors.met()) {
       bool record = true;
       session->scale_of(delayed, record);
@@ -276,8 +282,7 @@ std::vector<Tensor> FlatCall::run_back(const Layout& layout, std::vector<Tensor>
   grads.erase(grads.begin());
   return run_backward(
       {*plan_, *contexts, traced_.param_offsets, layout.extra_outputs, values, nullptr, nullptr},
-      need, dy,
-      std::move(grads));
+      need, dy, std::move(grads));
 }
 
 std::vector<Tensor> FlatCall::backward(std::vector<Tensor> grads, const std::vector<Tensor>& kept,
@@ -299,7 +304,10 @@ std::vector<Tensor> FlatCall::backward(std::vector<Tensor> grads, const std::vec
   }
   std::vector<Tensor> given = grads;
   std::shared_ptr<DelayedSession> session;
-  if (plan_->options.recipe != nullptr) session = backward_session(traced_.autocast.reduce_amax);
+  if (plan_->options.recipe != nullptr) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    session = backward_session(reduce_amax_);
+  }
   std::optional<DelayedSourceScope> delayed;
   if (session != nullptr) delayed.emplace(session.get());
   std::vector<Tensor> all = run_back(*known, std::move(grads), plain);
@@ -326,87 +334,6 @@ const ValueMeta& FlatCall::meta_of(size_t i) const {
   if (i == 0) return traced_.input;
   const size_t n = 1 + traced_.params.size();
   return i < n ? traced_.params[i - 1] : traced_.extra_inputs[i - n];
-}
-
-Arguments FlatCall::without_memory(at::IntArrayRef sizes) const {
-  size_t next = 0;
-  const auto take = [&](const ValueMeta& meta) {
-    const at::IntArrayRef shape = sizes.slice(next, meta.sizes.size());
-    next += meta.sizes.size();
-    return at::empty(shape, at::TensorOptions(meta.dtype).device(at::kMeta));
-  };
-  Arguments arguments;
-  arguments.input = take(traced_.input);
-  for (const ValueMeta& meta : traced_.extra_inputs) arguments.extra_inputs.push_back(take(meta));
-  for (const ValueMeta& meta : traced_.params) {
-    arguments.params.push_back(
-        at::empty(meta.sizes, at::TensorOptions(meta.dtype).device(at::kMeta)));
-  }
-  return arguments;
-}
-
-std::shared_ptr<const Layout> FlatCall::layout(at::IntArrayRef sizes) {
-  if (auto known = find(sizes)) return known;
-  const c10::InferenceMode no_inference(false);
-  const at::NoGradGuard no_grad;
-  const kernels::KernelLog stands_for(traced_.input.device.type());
-  std::vector<Tensor> results;
-  auto made = run(without_memory(sizes), results, nullptr, true);
-  keep(sizes, made);
-  return made;
-}
-
-std::vector<bool> FlatCall::differentiable() const {
-  std::vector<bool> out(1 + plan_->wiring->caller_outputs.size());
-  out[0] = grads_.first_backward_op < plan_->basic_ops.size();
-  for (size_t i = 0; i < plan_->basic_ops.size(); ++i) {
-    for (const Wiring::Output& output : plan_->wiring->outputs[i]) {
-      if (output.caller != Wiring::kNone) out[1 + output.caller] = i >= grads_.first_backward_op;
-    }
-  }
-  return out;
-}
-
-std::vector<bool> FlatCall::gradients(at::IntArrayRef sizes, const std::vector<bool>& given) {
-  const std::shared_ptr<const Layout> known = layout(sizes);
-  const c10::InferenceMode no_inference(false);
-  const at::NoGradGuard no_grad;
-  const kernels::KernelLog stands_for(traced_.input.device.type());
-  const Arguments arguments = without_memory(sizes);
-  const auto shape_of = [&](const Source& source) -> Tensor {
-    if (source.kind == Source::Kind::Input) return arguments.input;
-    if (source.kind == Source::Kind::Param) return arguments.params[source.index];
-    if (source.kind == Source::Kind::Extra) return arguments.extra_inputs[source.index];
-    const ValueMeta& meta = known->results[source.index];
-    return at::empty(meta.sizes, at::TensorOptions(meta.dtype).device(at::kMeta));
-  };
-  std::vector<Tensor> grads;
-  for (size_t k = 0; k < known->outputs.size(); ++k) {
-    const bool there = k == 0 || given[k];
-    grads.push_back(there ? at::empty_like(shape_of(known->outputs[k])) : Tensor());
-  }
-  std::vector<Tensor> kept;
-  for (const Source& source : known->kept) kept.push_back(shape_of(source));
-  std::vector<bool> out;
-  const std::vector<Tensor> all = run_back(*known, std::move(grads), kept);
-  for (size_t i = 0; i < all.size(); ++i) {
-    out.push_back(traced_.requires_grad[i] && all[i].defined());
-  }
-  return out;
-}
-
-std::shared_ptr<const Layout> FlatCall::find(at::IntArrayRef sizes) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (size_t i = layouts_.size(); i-- > 0;) {
-    if (at::IntArrayRef(layouts_[i].sizes) == sizes) return layouts_[i].layout;
-  }
-  return nullptr;
-}
-
-void FlatCall::keep(at::IntArrayRef sizes, std::shared_ptr<const Layout> layout) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (layouts_.size() >= kMaxLayouts) layouts_.erase(layouts_.begin());
-  layouts_.push_back({sizes.vec(), std::move(layout)});
 }
 
 }  // namespace ligature::compile

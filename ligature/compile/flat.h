@@ -78,7 +78,8 @@ class FlatCall {
   std::vector<DelayedScalePtr> delayed_;
   int64_t id_ = 0;
   std::mutex mutex_;
-  std::vector<KeptLayout> layouts_;  // the last used one at the end
+  AmaxReduction reduce_amax_;        // of the last forward, for backward
+  std::vector<KeptLayout> layouts_;  // the newest at the end
 };
 
 /// Gives the fuser a number: the same one every time.

@@ -131,11 +131,15 @@ bool is_kept_by_operation(const Plan& plan, const Tensor& tensor) {
                      [&](const auto& own) { return own != nullptr && own->weight.keeps(tensor); });
 }
 
-void make_own(std::vector<Tensor>& results, const Plan& plan) {
+void make_own(std::vector<Tensor>& results, const Arguments& arguments, const Plan& plan) {
+  const auto any = [](const std::vector<Tensor>& tensors, const auto& test) {
+    return std::any_of(tensors.begin(), tensors.end(), test);
+  };
   for (size_t i = 0; i < results.size(); ++i) {
     Tensor& t = results[i];
     const auto shares = [&](const Tensor& other) { return in_one_memory(t, other); };
-    if (!t.is_contiguous() || is_kept_by_operation(plan, t) ||
+    if (!t.is_contiguous() || is_kept_by_operation(plan, t) || shares(arguments.input) ||
+        any(arguments.params, shares) || any(arguments.extra_inputs, shares) ||
         std::any_of(results.begin(), results.begin() + i, shares)) {
       t = t.clone(at::MemoryFormat::Contiguous);
     } else if (t.storage_offset() != 0 ||
@@ -201,7 +205,7 @@ std::shared_ptr<const Layout> make_layout(const Plan& plan, const Arguments& arg
     }
     ctx.save_for_backward({});
   }
-  make_own(results, plan);
+  make_own(results, arguments, plan);
   for (const Tensor& result : results) layout->results.push_back(ValueMeta::of(result));
   for (const auto& outputs : outcome.extra_outputs) {
     auto& metas = layout->extra_outputs.emplace_back();
@@ -215,7 +219,8 @@ std::shared_ptr<const Layout> make_layout(const Plan& plan, const Arguments& arg
   return layout;
 }
 
-std::vector<Tensor> collect_results(const Layout& layout, const Plan& plan, const Outcome& outcome,
+std::vector<Tensor> collect_results(const Layout& layout, const Plan& plan,
+                                    const Arguments& arguments, const Outcome& outcome,
                                     const Contexts& contexts) {
   std::vector<Tensor> results(layout.results.size());
   const auto put = [&](const Source& source, const Tensor& tensor) {
@@ -253,7 +258,7 @@ std::vector<Tensor> collect_results(const Layout& layout, const Plan& plan, cons
     LIGATURE_CHECK_STATE(result.defined(), "a compiled call of ", describe(plan.basic_ops),
                          " saved other tensors than when it was compiled");
   }
-  make_own(results, plan);
+  make_own(results, arguments, plan);
   return results;
 }
 

@@ -66,7 +66,8 @@ std::shared_ptr<const Layout> make_layout(const Plan& plan, const Arguments& arg
                                           std::shared_ptr<Contexts> contexts, at::Device device,
                                           std::vector<Tensor>& results);
 /// The results of another call of the same layout.
-std::vector<Tensor> collect_results(const Layout& layout, const Plan& plan, const Outcome& outcome,
+std::vector<Tensor> collect_results(const Layout& layout, const Plan& plan,
+                                    const Arguments& arguments, const Outcome& outcome,
                                     const Contexts& contexts);
 
 std::shared_ptr<Contexts> copy_contexts(const Contexts& contexts);

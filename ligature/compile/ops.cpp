@@ -1,7 +1,7 @@
 // The functions that compiled graphs call. They are functional, so that a compiler may move them
 // and see what is saved; only record_amax and update_delayed change what they are given.
+#include <ATen/ops/_foreach_maximum.h>
 #include <ATen/ops/maximum.h>
-#include <ATen/ops/where.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -31,9 +31,7 @@ std::vector<Tensor> pipeline_backward(const c10::List<std::optional<Tensor>>& gr
 
 void record_amax(at::TensorList amaxes, const Tensor& largest) {
   const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < amaxes.size(); ++i) {
-    amaxes[i].copy_(at::maximum(amaxes[i], largest.narrow(0, static_cast<int64_t>(i), 1)));
-  }
+  if (!amaxes.empty()) at::_foreach_maximum_(amaxes, largest.split(1));
 }
 
 std::vector<DelayedScalePtr> delayed_of(int64_t fuser, const std::string& recipe,
@@ -58,41 +56,25 @@ void update_delayed(at::TensorList scales, at::TensorList amaxes, at::TensorList
   const auto known = delayed_of(fuser, recipe, scales[0].device());
   LIGATURE_CHECK_STATE(known.size() == scales.size(), "delayed scaling has ", known.size(),
                        " factors here, got ", scales.size());
-  Tensor used = noted[0].ge(0);
-  for (const Tensor& one : noted.slice(1)) used = used.logical_or(one.ge(0));
-  const Tensor on_host = used.is_cpu() ? used : Tensor();  // nothing waits for a GPU
+  Tensor latest = noted[0];
+  for (const Tensor& one : noted.slice(1)) latest = at::maximum(latest, one);
   // What is given may be copies of the operations' own state, that a compiler writes back.
   std::vector<DelayedScale> given(known.size());
   std::vector<DelayedScale*> tensors;
   const auto& session = autocast_state().session;
   for (size_t i = 0; i < known.size(); ++i) {
-    if (on_host.defined() && !on_host.const_data_ptr<bool>()[i]) continue;
+    // Nothing waits for a GPU: there it is found out where the update runs.
+    if (latest.is_cpu() && latest.const_data_ptr<float>()[i] < 0.0f) continue;
     bool record = true;
     if (session != nullptr) {
       session->scale_of(known[i], record);
       continue;
     }
-    const bool copies = !on_host.defined();
-    given[i] = {scales[i],
-                copies ? amaxes[i].clone() : amaxes[i],
-                copies ? histories[i].clone() : histories[i],
-                known[i]->max_value,
-                known[i]->recipe,
-                {}};
+    given[i] = {scales[i],           amaxes[i],        histories[i],
+                known[i]->max_value, known[i]->recipe, scales[i]};
     tensors.push_back(&given[i]);
   }
-  DelayedScaling::update_all(tensors);
-  for (size_t i = 0; i < known.size(); ++i) {
-    if (!given[i].scale.defined()) continue;
-    if (on_host.defined()) {
-      scales[i].copy_(given[i].scale);
-      continue;
-    }
-    const Tensor which = used.narrow(0, static_cast<int64_t>(i), 1);
-    scales[i].copy_(at::where(which, given[i].scale, scales[i]));
-    amaxes[i].copy_(at::where(which, given[i].amax, amaxes[i]));
-    histories[i].copy_(at::where(which, given[i].history, histories[i]));
-  }
+  DelayedScaling::update_all(tensors, latest.is_cpu() ? Tensor() : latest);
 }
 
 }  // namespace

@@ -120,10 +120,7 @@ OperationFuser::PlanKey OperationFuser::key_for(at::ScalarType dtype, at::Device
 std::shared_ptr<const Plan> OperationFuser::plan_traced(const ValueMeta& input,
                                                         const AutocastState& autocast,
                                                         const GradPlan& grads) {
-  auto plan =
-      plan_for(key_for(input.dtype, input.device, autocast, grads), autocast.active(), true);
-  if (StrictScope::active()) StrictScope::check(*plan);
-  return plan;
+  return plan_for(key_for(input.dtype, input.device, autocast, grads), autocast.active(), true);
 }
 
 void OperationFuser::remember(const Call& call, const std::shared_ptr<const Plan>& plan,

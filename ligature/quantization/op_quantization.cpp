@@ -88,7 +88,9 @@ void note_weights_changed() { weights_changed.fetch_add(1, std::memory_order_rel
 bool WeightCache::has_factor_of(const Quantizer& quantizer) const {
   if (quantizer.delayed == nullptr) return true;
   const Tensor now = quantizer.delayed_scale();
-  if (!now.is_cpu()) return settled_ || factor_.is_same(now);
+  if (!now.is_cpu()) {
+    return settled_ || (factor_.is_same(now) && factor_version_ == now._version());
+  }
   const auto& rows = quantized_->rowwise();
   const auto& part = rows.defined() ? rows : quantized_->columnwise();
   return part.scale.item<float>() == 1.0f / now.item<float>();
@@ -120,6 +122,7 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
   sample_ = sum;
   stream_ = stream_of(weight);
   factor_ = factor;
+  factor_version_ = factor.defined() ? factor._version() : 0;
   settled_ = unchanged;
   usage_ = usage;
   quantized_ = made;

@@ -38,6 +38,7 @@ class WeightCache {
   uint64_t sample_ = 0;
   std::optional<c10::Stream> stream_;  // on a GPU: where it was made, the only one to wait for it
   Tensor factor_;                      // delayed scaling on a GPU: what it was made with,
+  uint32_t factor_version_ = 0;        // at which version,
   bool settled_ = false;               // and whether its own largest value has a part in that
   Usage usage_{false, false};
   QuantizedPtr quantized_;

@@ -127,43 +127,77 @@ namespace {
 struct DelayedBatch {
   int64_t margin;
   bool most_recent;
+  bool in_place;
   at::Device device;
   std::vector<cuda::DelayedState> states;
   std::vector<DelayedScale*> tensors;
 };
 
-DelayedBatch& batch_for(std::vector<DelayedBatch>& batches, const DelayedScalingOptions& options,
-                        at::Device device) {
+DelayedBatch& batch_for(std::vector<DelayedBatch>& batches, const DelayedScale& tensor) {
+  const DelayedScalingOptions& options = tensor.recipe->options;
   const bool most_recent = options.amax_compute_algo != "max";
+  const bool in_place = tensor.graph_scale.defined();
+  const at::Device device = tensor.amax.device();
   for (DelayedBatch& batch : batches) {
     if (batch.margin == options.margin && batch.most_recent == most_recent &&
-        batch.device == device) {
+        batch.in_place == in_place && batch.device == device) {
       return batch;
     }
   }
-  return batches.emplace_back(DelayedBatch{options.margin, most_recent, device, {}, {}});
+  return batches.emplace_back(DelayedBatch{options.margin, most_recent, in_place, device, {}, {}});
+}
+
+/// As its recipe's functions update it, where `noted` is not below 0.
+void update_one(DelayedScale& tensor, const at::Tensor& noted) {
+  if (!noted.defined()) {
+    tensor.recipe->update(tensor);
+    return;
+  }
+  DelayedScale updated = tensor;
+  updated.amax = tensor.amax.clone();
+  updated.history = tensor.history.clone();
+  updated.graph_scale.reset();
+  tensor.recipe->update(updated);
+  const at::Tensor which = noted.ge(0);
+  tensor.amax.copy_(at::where(which, updated.amax, tensor.amax));
+  tensor.history.copy_(at::where(which, updated.history, tensor.history));
+  tensor.set_scale(at::where(which, updated.scale, tensor.scale));
 }
 
 }  // namespace
 
-void DelayedScaling::update_all(const std::vector<DelayedScale*>& tensors) {
+void DelayedScaling::update_all(const std::vector<DelayedScale*>& tensors,
+                                const at::Tensor& noted) {
   const c10::InferenceMode no_inference(false);
   const at::NoGradGuard no_grad;
   std::vector<DelayedBatch> batches;
-  for (DelayedScale* tensor : tensors) {
+  for (size_t k = 0; k < tensors.size(); ++k) {
+    DelayedScale* tensor = tensors[k];
+    const at::Tensor one =
+        noted.defined() ? noted.narrow(0, static_cast<int64_t>(k), 1) : at::Tensor();
     const DelayedScalingOptions& options = tensor->recipe->options;
     if (!cuda::runs(tensor->amax) || options.amax_function || options.scale_function ||
         !tensor->history.is_contiguous()) {
-      tensor->recipe->update(*tensor);
+      update_one(*tensor, one);
       continue;
     }
-    DelayedBatch& batch = batch_for(batches, options, tensor->amax.device());
-    batch.states.push_back({tensor->history, tensor->amax, tensor->scale, tensor->max_value});
+    DelayedBatch& batch = batch_for(batches, *tensor);
+    if (batch.in_place && !tensor->scale.is_same(tensor->graph_scale)) {
+      tensor->set_scale(tensor->scale);
+    }
+    batch.states.push_back({tensor->history, tensor->amax, tensor->scale, tensor->max_value, one});
     batch.tensors.push_back(tensor);
   }
   for (const DelayedBatch& batch : batches) {
-    const auto scales = cuda::update_delayed(batch.states, batch.margin, batch.most_recent);
-    for (size_t i = 0; i < scales.size(); ++i) batch.tensors[i]->set_scale(scales[i]);
+    const auto scales =
+        cuda::update_delayed(batch.states, batch.margin, batch.most_recent, batch.in_place);
+    for (size_t i = 0; i < scales.size(); ++i) {
+      if (batch.in_place) {
+        batch.tensors[i]->scale.unsafeGetTensorImpl()->bump_version();
+      } else {
+        batch.tensors[i]->set_scale(scales[i]);
+      }
+    }
   }
 }
 

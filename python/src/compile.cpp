@@ -48,7 +48,6 @@ int64_t trace(int64_t fuser, const py::dict& given) {
     call.autocast.enabled = given["enabled"].cast<bool>();
     call.autocast.calibrating = given["calibrating"].cast<bool>();
     call.own_autocast = given["own_autocast"].cast<bool>();
-    if (!call.own_autocast) call.autocast.reduce_amax = autocast_state().reduce_amax;
   }
   py::gil_scoped_release no_gil;
   return compile::trace_call(fuser, std::move(call));

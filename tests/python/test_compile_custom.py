@@ -1,5 +1,5 @@
-"""Operations and fusions written in Python in compiled graphs, torch.export, and torch's own checks
-of the functions that graphs call."""
+"""Operations written in Python in compiled graphs, what breaks a graph or is refused,
+torch.export, and torch's own checks of the functions that graphs call."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import pytest
 import torch
 from compile_support import Pair, mlp, one_thread
 from functorch.compile import make_boxed_func
-from ligature.common.recipe import DelayedScaling
+from ligature.common.recipe import DelayedScaling, Float8CurrentScaling
 from torch._dynamo.backends.common import aot_autograd
 
 import ligature as te
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("error:.*may not alias"),
+]
 
 ops = te.ops
 Tensor = torch.Tensor
@@ -88,6 +91,64 @@ def test_the_classic_form_breaks_the_graph_once() -> None:
     strict = torch.compile(function, backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Classic defines op_forward"):
         strict(x)
+
+
+def low_precision_weight() -> torch.nn.Module:
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        return ops.Sequential(ops.Linear(32, 32), ops.GELU())
+
+
+def main_grad() -> torch.nn.Module:
+    model = ops.Sequential(ops.Linear(32, 32, accumulate_into_main_grad=True), ops.GELU())
+    model[0].weight.main_grad = torch.zeros(32, 32)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(low_precision_weight, "kept in low precision"), (main_grad, "adds into main_grad")],
+)
+def test_parameters_that_break_the_graph(make: Any, reason: str) -> None:
+    """They are computed in eager mode, between two graphs."""
+    results: list[list[Tensor]] = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = make()
+
+        def function(x: Tensor, model: torch.nn.Module = model) -> Tensor:
+            return model(x * 2) + 1
+
+        call = torch.compile(function, backend="aot_eager") if compiled else function
+        x = torch.randn(8, 32, requires_grad=True)
+        y = call(x)
+        y.square().sum().backward()
+        weight = model[0].weight
+        results.append([y, x.grad, getattr(weight, "main_grad", weight.grad), model[0].bias.grad])
+    for wanted, got in zip(*results, strict=True):
+        assert wanted.abs().sum() > 0
+        assert torch.equal(got, wanted)
+    torch._dynamo.reset()
+    strict = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
+        strict(x)
+
+
+def test_strict() -> None:
+    model = ops.Sequential(ops.Linear(H, H), ops.GELU(), strict=["ForwardLinearBiasActivation"])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(6, H)
+    assert torch.equal(compiled(x), model(x))
+    with te.strict("ForwardLinearBiasActivation"):
+        compiled(x)
+    with (
+        te.strict("ForwardLinearBiasAdd"),
+        pytest.raises(RuntimeError, match="ForwardLinearBiasAdd"),
+    ):
+        compiled(x)
+    model.append(torch.nn.Tanh())
+    with pytest.raises(Exception, match="strict cannot be checked in a compiled graph"):
+        compiled(x)
 
 
 def test_export() -> None:

@@ -364,13 +364,13 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
 }
 
 std::vector<Tensor> update_delayed(const std::vector<DelayedState>& states, int64_t margin,
-                                   bool most_recent) {
+                                   bool most_recent, bool overwrite) {
   std::vector<Tensor> scales;
   if (states.empty()) return scales;
   const Tensor& any = states.front().amax;
   const DeviceGuard guard(any.device());
   const int64_t n = static_cast<int64_t>(states.size());
-  const bool in_place = is_captured(any);
+  const bool in_place = overwrite || is_captured(any);
   const Tensor made = in_place ? Tensor() : empty_on({n}, at::kFloat, any.device());
   scales.reserve(states.size());
   for (int64_t i = 0; i < n; ++i) {
@@ -382,10 +382,13 @@ std::vector<Tensor> update_delayed(const std::vector<DelayedState>& states, int6
     for (int64_t i = 0; i < count; ++i) {
       const size_t at = static_cast<size_t>(first + i);
       const DelayedState& s = states[at];
-      update.entries[i] = {
-          s.history.mutable_data_ptr<float>(),     s.amax.mutable_data_ptr<float>(),
-          s.scale.const_data_ptr<float>(),         scales[at].mutable_data_ptr<float>(),
-          static_cast<int32_t>(s.history.numel()), s.max_value};
+      update.entries[i] = {s.history.mutable_data_ptr<float>(),
+                           s.amax.mutable_data_ptr<float>(),
+                           s.scale.const_data_ptr<float>(),
+                           scales[at].mutable_data_ptr<float>(),
+                           static_cast<const float*>(data_of(s.noted)),
+                           static_cast<int32_t>(s.history.numel()),
+                           s.max_value};
     }
     update.divisor = std::ldexp(1.0f, static_cast<int>(margin));
     update.most_recent = most_recent;

@@ -51,12 +51,13 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
 struct DelayedState {
   Tensor history, amax, scale;
   float max_value;
+  Tensor noted;  ///< float [1]: below 0 where nothing is to be changed; may be undefined
 };
-/// Moves each amax into its history and gives the new scales, all in one kernel for up to 96
-/// tensors, which are on one device. They are new tensors, except in a graph that is captured: that
-/// reads the same memory each time it runs, so there scales are overwritten.
+/// Moves each amax into its history and gives the new scales, all in one kernel for up to 80
+/// tensors, which are on one device. They are new tensors, except `in_place` and in a graph that is
+/// captured: that reads the same memory each time it runs, so there scales are overwritten.
 std::vector<Tensor> update_delayed(const std::vector<DelayedState>& states, int64_t margin,
-                                   bool most_recent);
+                                   bool most_recent, bool in_place = false);
 
 /// Is the current stream of the tensor's device being captured into a graph?
 bool is_captured(const Tensor& x);

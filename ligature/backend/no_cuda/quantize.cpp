@@ -38,7 +38,7 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor&, const Te
   refuse("activation_backward_quantize");
 }
 
-std::vector<Tensor> update_delayed(const std::vector<DelayedState>&, int64_t, bool) {
+std::vector<Tensor> update_delayed(const std::vector<DelayedState>&, int64_t, bool, bool) {
   refuse("update_delayed");
 }
 bool is_captured(const Tensor&) { return false; }

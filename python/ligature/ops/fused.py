@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from .. import _C
-from .op import FusedOperation, FusibleOperation, OperationContext, Tensors
+from .fusible import FusibleOperation
+from .op import FusedOperation, OperationContext, Tensors
 
 __all__ = [
     "BackwardActivationBias",

@@ -10,7 +10,8 @@ import torch
 from .. import _C
 from ..explanation import Explanation, example_tensors, strict_names
 from .composite import asking_for_composites
-from .op import FusedOperation, FusibleOperation, basic_ops_of
+from .fusible import FusibleOperation
+from .op import FusedOperation, basic_ops_of
 
 __all__ = [
     "Fusion",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast, overload
 
 import torch
@@ -16,36 +15,10 @@ from ..quantization import checkpointing
 from .builtin import default_device
 from .explainer import Explainer, explain_last
 from .fuser import OperationFuser
-from .hooks import GLOBAL_HOOKS, has_hooks, hook_dicts
-from .op import BasicOperation, FusedOperation, FusibleOperation, basic_ops_of
-
-
-def _called_by_itself(op: FusibleOperation) -> bool:
-    """Whether what happens around its call, or in its ``forward``, asks for a call of its own."""
-    usual = FusedOperation.forward if isinstance(op, FusedOperation) else BasicOperation.forward
-    forward = getattr(type(op), "forward", usual)
-    own = "forward" in vars(op) or not forward.__module__.startswith("ligature.")
-    return own or any(map(len, GLOBAL_HOOKS)) or any(map(has_hooks, [op, *basic_ops_of(op)]))
-
-
-@dataclass
-class _Group:
-    """A fuser or a plain module, and how its extra inputs and outputs are joined to others'."""
-
-    module: Any
-    ops: list[FusibleOperation] = field(default_factory=list)  # of a fuser or a single operation
-    run: int = 0  # channels reach over one run of operations
-    inputs: list[str] = field(default_factory=list)  # channel of each extra input, or ""
-    outputs: list[str] = field(default_factory=list)
-    output_to_user: list[bool] = field(default_factory=list)
-    traced: Any = None  # the fuser as traced code knows it
-
-
-class _Kept:
-    """Fusers of exported programs: torch.export takes back what is set while it traces."""
-
-    def __init__(self) -> None:
-        self.fusers: list[OperationFuser] = []
+from .fusible import FusibleOperation
+from .grouping import Group, KeptFusers, group_run
+from .hooks import GLOBAL_HOOKS, hook_dicts
+from .op import FusedOperation, basic_ops_of
 
 
 class Sequential(torch.nn.Module):
@@ -71,11 +44,11 @@ class Sequential(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self._watch: _C.ModuleWatch | None = None
         self._watched: tuple[Any, ...] = ()
         self._only: OperationFuser | None = None
-        self._exported = _Kept()
+        self._exported = KeptFusers()
         self._edits = "0"  # a compiler guards it; a string, lest it makes a variable of it
         self._recompute = "none"
         self._strict: list[str] = []
@@ -200,7 +173,7 @@ class Sequential(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state.update(_module_groups=None, _groups=[], _watch=None, _watched=(), _only=None)
-        state.update(_exported=_Kept())
+        state.update(_exported=KeptFusers())
         return state
 
     def load_state_dict(
@@ -217,14 +190,15 @@ class Sequential(torch.nn.Module):
             self._regroup()
 
     def _regroup(self) -> None:
-        groups: list[_Group] = []
+        groups: list[Group] = []
         run: list[FusibleOperation] = []
         runs = 0
 
         def close_run() -> None:
             nonlocal run, runs
             if run:
-                groups.extend(self._group_run(run, runs))
+                strict = self._strict if len(run) == len(self) else ()
+                groups.extend(group_run(run, runs, self.recompute, strict))
             run, runs = [], runs + 1
 
         watched: list[torch.nn.Module] = []
@@ -234,7 +208,7 @@ class Sequential(torch.nn.Module):
                 watched.extend([module, *basic_ops_of(module)])
             else:
                 close_run()
-                groups.append(_Group(module))
+                groups.append(Group(module))
         close_run()
 
         dicts = [*GLOBAL_HOOKS, *(hooks for module in watched for hooks in hook_dicts(module))]
@@ -245,58 +219,6 @@ class Sequential(torch.nn.Module):
         self._module_groups = [group.module for group in groups]
         only = groups[0].module if len(groups) == 1 else None
         self._only = only if isinstance(only, OperationFuser) else None
-
-    def _group_run(self, ops: list[FusibleOperation], run: int) -> list[_Group]:
-        """One fuser, unless an operation has to be called by itself."""
-        alone = len(ops) == len(self)
-        whole = OperationFuser(ops, recompute=self.recompute, strict=self._strict if alone else ())
-        if not any(map(_called_by_itself, ops)):
-            return [self._fuser_group(whole, ops, run)]
-        segments: list[tuple[bool, list[FusibleOperation]]] = []
-        for op in ops:
-            hooked = _called_by_itself(op)
-            if hooked or not segments or segments[-1][0]:
-                segments.append((hooked, []))
-            segments[-1][1].append(op)
-        open_channels = self._crossing_channels([part for _, part in segments])
-        groups = []
-        for hooked, part in segments:
-            if hooked:
-                groups.append(self._hooked_group(part[0], run))
-            else:
-                fuser = OperationFuser(part, recompute=self.recompute, open_channels=open_channels)
-                groups.append(self._fuser_group(fuser, part, run))
-        return groups
-
-    @staticmethod
-    def _fuser_group(fuser: OperationFuser, ops: list[FusibleOperation], run: int) -> _Group:
-        return _Group(
-            fuser, ops, run, fuser._caller_inputs, fuser._caller_outputs, fuser._output_to_user
-        )
-
-    @staticmethod
-    def _hooked_group(op: FusibleOperation, run: int) -> _Group:
-        group = _Group(op, [op], run)
-        for part in basic_ops_of(op):
-            handle = part._handle
-            for i in range(handle.num_extra_inputs):
-                group.inputs.append(handle.extra_input_channel(i))
-            for i in range(handle.num_extra_outputs):
-                group.outputs.append(handle.extra_output_channel(i))
-                group.output_to_user.append(handle.extra_output_to_caller(i))
-        return group
-
-    @staticmethod
-    def _crossing_channels(segments: list[list[FusibleOperation]]) -> list[str]:
-        seen: dict[str, set[int]] = {}
-        for number, ops in enumerate(segments):
-            for part in (part for op in ops for part in basic_ops_of(op)):
-                handle = part._handle
-                names = [handle.extra_input_channel(i) for i in range(handle.num_extra_inputs)]
-                names += [handle.extra_output_channel(i) for i in range(handle.num_extra_outputs)]
-                for name in names:
-                    seen.setdefault(name, set()).add(number)
-        return [name for name, numbers in seen.items() if name and len(numbers) > 1]
 
     # -- forward
 
@@ -358,6 +280,11 @@ class Sequential(torch.nn.Module):
     def _forward_traced(self, input: Any, extra_inputs: Any, op_kwargs: Any) -> Any:
         assert self._edits  # read, so that a compiler guards it
         self._prepare_traced()
+        if self._strict and self._only is None:
+            raise RuntimeError(
+                "[Sequential] strict cannot be checked in a compiled graph where the container "
+                "does not consist of operations alone; call it in eager mode, or set strict=()"
+            )
         kwargs = {} if op_kwargs is None else self._resolve_kwargs(op_kwargs)
         return self._forward_groups(input, list(extra_inputs), kwargs)
 
@@ -458,7 +385,7 @@ class Sequential(torch.nn.Module):
             if explainer is not None:
                 x = explainer.operations(group, x, inputs)
             else:
-                x = self._run_group(group, x, inputs, part_kwargs)
+                x = group.call(x, inputs, part_kwargs)
             if isinstance(x, tuple):
                 x, results = x[0], x[1:]
                 for name, to_user, result in zip(
@@ -469,19 +396,3 @@ class Sequential(torch.nn.Module):
                     if to_user:
                         extra_outputs.append(result)
         return (x, *extra_outputs) if extra_outputs else x
-
-    @staticmethod
-    def _run_group(
-        group: _Group, x: Any, inputs: list[torch.Tensor], part_kwargs: list[dict[str, Any]]
-    ) -> Any:
-        given = part_kwargs if any(part_kwargs) else None
-        if group.traced is not None and is_compiling():
-            from . import traced
-
-            return traced.call(group.traced, x, inputs, given)
-        if isinstance(group.module, BasicOperation):
-            return group.module(x, *inputs, **part_kwargs[0])
-        if isinstance(group.module, FusedOperation):
-            extra = {} if given is None else {"basic_op_kwargs": given}
-            return group.module(x, *inputs, **extra)
-        return group.module(x, *inputs, basic_op_kwargs=given)

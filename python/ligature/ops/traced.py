@@ -61,7 +61,6 @@ def update_delayed() -> None:
             done.append(number + recipe)
             noted = [met[5] for met in SCOPE.met if met[0] == number and met[1] == recipe]
             ops.update_delayed(scales, amaxes, histories, noted, int(number), recipe)
-    SCOPE.met.clear()
 
 
 @dataclass
@@ -223,7 +222,7 @@ def pipeline(
     if any(call.requires_grad):
         _check_overwritten(call, x, extra_inputs)
         tensors = (x, *params, *extra_inputs)
-        outputs = list(_Pipeline.apply(call, delayed, *tensors))  # type: ignore[no-untyped-call]
+        outputs = list(_Pipeline.apply(call, delayed, *tensors))
         layout = call.layout(tuple(hint(s) for t in (x, *extra_inputs) for s in t.shape))
         count = len(layout["outputs"])
         if scales:
@@ -274,7 +273,6 @@ def _empty(call: _Call, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=call.device)
 
 
-@torch.library.register_fake("ligature::pipeline_forward")
 def _forward_shapes(
     input: Any, params: Any, extra_inputs: Any, scales: Any, fuser: int, call: int, structure: int
 ) -> list[torch.Tensor]:
@@ -290,7 +288,6 @@ def _forward_shapes(
     return [_empty(known, shape, dtype) for shape, dtype in shapes]
 
 
-@torch.library.register_fake("ligature::pipeline_backward")
 def _backward_shapes(
     grads: Any, kept: Any, sizes: Any, fuser: int, call: int, structure: int
 ) -> list[torch.Tensor]:
@@ -305,13 +302,17 @@ def _backward_shapes(
     ]
 
 
-@torch.library.register_fake("ligature::record_amax")
 def _record_shapes(amaxes: Any, largest: Any) -> None:
     return None
 
 
-@torch.library.register_fake("ligature::update_delayed")
 def _update_shapes(
     scales: Any, amaxes: Any, histories: Any, noted: Any, fuser: int, recipe: str
 ) -> None:
     return None
+
+
+torch.library.register_fake("ligature::pipeline_forward", _forward_shapes)
+torch.library.register_fake("ligature::pipeline_backward", _backward_shapes)
+torch.library.register_fake("ligature::record_amax", _record_shapes)
+torch.library.register_fake("ligature::update_delayed", _update_shapes)

@@ -28,9 +28,10 @@ def hint(size: Any) -> int:
     """A number that a size stands for while a graph is traced."""
     if isinstance(size, int):
         return size
-    from torch.fx.experimental.symbolic_shapes import optimization_hint
+    from torch.fx.experimental import symbolic_shapes as torchs
 
-    return int(optimization_hint(size, fallback=32))
+    name = "optimization_hint" if hasattr(torchs, "optimization_hint") else "hint_int"  # torch 2.11
+    return int(getattr(torchs, name)(size, fallback=32))
 
 
 def _symbols(sizes: Sequence[Any]) -> list[Any]:
@@ -75,18 +76,18 @@ class _Bases:
     """What sizes of results are made of: each symbolic size, the rows, and all elements."""
 
     def __init__(self, inputs: Sequence[Sequence[Any]]) -> None:
-        self._forms: list[Callable[[Sequence[Sequence[Any]]], Any]] = []
+        self._ranges: list[tuple[int, int, int]] = []  # which sizes of which input are multiplied
         for i, sizes in enumerate(inputs):
             for d, size in enumerate(sizes):
                 if is_symbolic(size):
-                    self._forms.append(lambda given, i=i, d=d: given[i][d])
+                    self._ranges.append((i, d, d + 1))
         for i, sizes in enumerate(inputs):
             for stop in range(2, len(sizes) + 1):
                 if any(map(is_symbolic, sizes[:stop])):
-                    self._forms.append(lambda given, i=i, stop=stop: _product(given[i][:stop]))
+                    self._ranges.append((i, 0, stop))
 
     def of(self, inputs: Sequence[Sequence[Any]]) -> list[Any]:
-        return [form(inputs) for form in self._forms]
+        return [_product(inputs[i][start:stop]) for i, start, stop in self._ranges]
 
 
 def _match(values: Sequence[int], bases: list[list[int]], symbolic: list[Any]) -> Any:

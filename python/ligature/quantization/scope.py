@@ -7,6 +7,7 @@ compares that with its thread's context when it runs.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from .. import _C
@@ -25,6 +26,19 @@ class Scope:
 
 
 SCOPE = Scope()
+
+
+#: The recipe's key, the flags, and whether it was entered in traced code.
+ThreadScope = tuple[str, str, bool]
+
+
+class _Thread(threading.local):
+    """What computes now in this thread, where it was entered in eager mode."""
+
+    scope: ThreadScope = ("", "", False)
+
+
+THREAD = _Thread()
 
 #: The core's recipes by key, of those that computed: constants, few and small.
 RECIPES: dict[str, _C.Recipe] = {}
