@@ -74,6 +74,10 @@ uint32_t epilogue_of(const Gemm& gemm) {
       return bias | (gemm.aux != nullptr ? CUBLASLT_EPILOGUE_RELU_AUX : CUBLASLT_EPILOGUE_RELU);
     case Epilogue::Gelu:
       return bias | (gemm.aux != nullptr ? CUBLASLT_EPILOGUE_GELU_AUX : CUBLASLT_EPILOGUE_GELU);
+    case Epilogue::ReluGradient:
+      return gemm.bias != nullptr ? CUBLASLT_EPILOGUE_DRELU_BGRAD : CUBLASLT_EPILOGUE_DRELU;
+    case Epilogue::GeluGradient:
+      return gemm.bias != nullptr ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
     case Epilogue::BiasGradient:
       return CUBLASLT_EPILOGUE_BGRADB;
     default:
@@ -111,7 +115,7 @@ struct Key {
     for (const ScaleMode mode : {g.a.scale_mode, g.b.scale_mode}) {
       put(static_cast<uint64_t>(mode), 3);
     }
-    put(static_cast<uint64_t>(g.epilogue), 2);
+    put(static_cast<uint64_t>(g.epilogue), 3);
     for (const bool flag :
          {g.a.transposed, g.b.transposed, g.bias != nullptr, g.aux != nullptr, g.c != nullptr,
           g.coefficients != nullptr, g.tf32, g.fast_accumulation}) {
