@@ -31,7 +31,8 @@ enum class Fused : uint8_t {
 
 /// A fused product pays where the matrix that the separate kernel would read has `from` values at
 /// least, and fewer than `below`: as measured on an H200 at 2^23, 2^25 and 2^28 values. ReLU's
-/// forward would pay with its mask, but only the gradient that does not pay can read that.
+/// forward would pay with its mask, but only the gradient that does not pay can read that; GELU's
+/// gradient pays up to 2^25 values, but not together with the bias' one.
 struct Pays {
   Fused product;
   int64_t from, below;
@@ -42,8 +43,8 @@ constexpr Pays kTable[] = {
     {Fused::GeluForward, int64_t{1} << 24, kAnySize},
     {Fused::ReluForward, 0, kNever},
     {Fused::GeluInference, 0, kAnySize},
-    {Fused::ReluInference, 0, kAnySize},
-    {Fused::GeluBackward, 0, int64_t{1} << 27},
+    {Fused::ReluInference, 0, kNever},
+    {Fused::GeluBackward, 0, kNever},
     {Fused::ReluBackward, 0, kNever},
     {Fused::GeluBackwardBias, 0, kNever},
     {Fused::ReluBackwardBias, 0, kNever},

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...ops import Linear, RMSNorm, Sequential
-from ...ops.op import FusibleOperation
+from ...ops.fusible import FusibleOperation
 from ...quantization import checkpoint, quantized_model_init
 from ...quantization.checkpointing import state_keys
 from .dataflow import norm_before
