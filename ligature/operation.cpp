@@ -350,7 +350,7 @@ void BasicOperation::reset_recipe_state(const RecipePtr& recipe, at::Device devi
     for (const auto& quantizer : *quantizers) {
       if (quantizer == nullptr || quantizer->delayed == nullptr) continue;
       DelayedScale& delayed = *quantizer->delayed;
-      delayed.scale = at::ones_like(delayed.scale);
+      delayed.set_scale(at::ones_like(delayed.scale));
       delayed.amax.zero_();
       delayed.history.zero_();
     }

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "ligature/backend/cuda/gemm.h"
+#include "ligature/backend/cuda/quantize.h"
 #include "ligature/check.h"
 #include "ligature/meta.h"
 
@@ -37,6 +38,15 @@ void check_format(const Format& f) {
 DelayedSource* DelayedSource::current() { return delayed_source; }
 DelayedSource* DelayedSource::exchange(DelayedSource* source) {
   return std::exchange(delayed_source, source);
+}
+
+void DelayedScale::set_scale(at::Tensor value) {
+  if (graph_scale.defined()) {
+    if (!graph_scale.is_same(value)) graph_scale.copy_(value);
+    value = graph_scale;
+  }
+  scale = std::move(value);
+  ++updates;
 }
 
 Quantizer::Quantizer(Format format, Usage usage_) : usage(usage_), format_(format) {
@@ -75,7 +85,8 @@ kernels::QuantizeArgs Quantizer::args(Usage wanted, at::Device device) const {
         delayed_source != nullptr ? delayed_source->scale_of(delayed, record) : delayed->scale;
     if (record) out.amax = delayed->amax;
   }
-  if (format_.stochastic_rounding) out.seed = random_seed();
+  // A graph draws when it runs, from the device's generator.
+  if (format_.stochastic_rounding && !cuda::is_captured(device)) out.seed = random_seed();
   return out;
 }
 
@@ -135,6 +146,10 @@ void Quantizer::calibrate(const at::Tensor& x) const {
 
 std::shared_ptr<Quantizer> make_delayed_quantizer(Element element, int64_t history,
                                                   at::Device device) {
+  LIGATURE_CHECK_STATE(!cuda::is_captured(device),
+                       "what delayed scaling remembers cannot be made while a CUDA graph is "
+                       "captured, since each run of the graph would make it anew; run a step with "
+                       "this recipe before");
   const c10::InferenceMode no_inference(false);  // it changes from step to step
   Format format;
   format.scaling = Scaling::Delayed;

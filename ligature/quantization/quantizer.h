@@ -18,13 +18,19 @@ class DelayedScaling;
 
 /// What delayed scaling remembers of one tensor from step to step.
 struct DelayedScale {
-  /// float [1]: values are multiplied by it; replaced, not overwritten (but by a captured graph)
+  /// float [1]: values are multiplied by it; replaced, not overwritten (but by a captured or a
+  /// compiled graph)
   at::Tensor scale;
   at::Tensor amax;     ///< float [1]: the largest magnitude since the last update
   at::Tensor history;  ///< float [amax_history_len]: earlier ones, the newest first
   float max_value = 448.0f;
   /// By which it is updated; null: by nobody, it is the user's own.
   std::shared_ptr<const DelayedScaling> recipe;
+  /// The same tensor, where captured or compiled graphs read it: then it is overwritten.
+  at::Tensor graph_scale;
+  uint64_t updates = 0;  ///< how often it was set from here: a graph that runs is not counted
+
+  void set_scale(at::Tensor value);
 };
 using DelayedScalePtr = std::shared_ptr<DelayedScale>;
 

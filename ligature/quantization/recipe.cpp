@@ -102,7 +102,7 @@ void DelayedScaling::update(DelayedScale& delayed) const {
                    "[DelayedScaling] scaling_factor_compute_algo must give one "
                    "scale, got ",
                    sizes_string(scale.sizes()));
-    delayed.scale = scale.to(at::kFloat).reshape({1}).clone();
+    delayed.set_scale(scale.to(at::kFloat).reshape({1}).clone());
     return;
   }
   if (!amax.is_cpu()) {
@@ -111,7 +111,7 @@ void DelayedScaling::update(DelayedScale& delayed) const {
     const at::Tensor scale = largest.div_(std::ldexp(1.0f, static_cast<int>(options.margin)));
     const at::Tensor good = at::isfinite(amax).logical_and_(amax.ne(0));
     const at::Tensor usable = good.logical_and_(at::isfinite(scale)).logical_and_(scale.ne(0));
-    delayed.scale = at::where(usable, scale, delayed.scale);
+    delayed.set_scale(at::where(usable, scale, delayed.scale));
     return;
   }
   const float largest = amax.item<float>();
@@ -119,7 +119,7 @@ void DelayedScaling::update(DelayedScale& delayed) const {
   const float scale =
       delayed.max_value / largest / std::ldexp(1.0f, static_cast<int>(options.margin));
   if (!std::isfinite(scale) || scale == 0.0f) return;
-  delayed.scale = at::full({1}, scale, delayed.scale.options());
+  delayed.set_scale(at::full({1}, scale, delayed.scale.options()));
 }
 
 namespace {
@@ -158,12 +158,13 @@ void DelayedScaling::update_all(const std::vector<DelayedScale*>& tensors) {
       continue;
     }
     DelayedBatch& batch = batch_for(batches, options, tensor->amax.device());
-    batch.states.push_back({tensor->history, tensor->amax, tensor->scale, tensor->max_value});
+    batch.states.push_back({tensor->history, tensor->amax, tensor->scale, tensor->max_value,
+                            tensor->graph_scale.defined()});
     batch.tensors.push_back(tensor);
   }
   for (const DelayedBatch& batch : batches) {
     const auto scales = cuda::update_delayed(batch.states, batch.margin, batch.most_recent);
-    for (size_t i = 0; i < scales.size(); ++i) batch.tensors[i]->scale = scales[i];
+    for (size_t i = 0; i < scales.size(); ++i) batch.tensors[i]->set_scale(scales[i]);
   }
 }
 

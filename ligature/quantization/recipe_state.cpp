@@ -36,7 +36,7 @@ void take(const QuantizerList& quantizers, const std::vector<DelayedTensors>& gi
   for (size_t i = 0; i < quantizers.size(); ++i) {
     if (!given[i].scale.defined() || !has_recipe_state(quantizers[i])) continue;
     DelayedScale& to = *quantizers[i]->delayed;
-    to.scale = given[i].scale.detach().to(to.amax.options()).reshape({1}).clone();
+    to.set_scale(given[i].scale.detach().to(to.amax.options()).reshape({1}).clone());
     to.amax.copy_(given[i].amax.detach().reshape({1}));
     to.history.copy_(given[i].history.detach());
   }

@@ -57,6 +57,7 @@ std::shared_ptr<Quantizer> deep_copy(const Quantizer& quantizer) {
   auto made = quantizer.copy();
   if (made->delayed == nullptr) return made;
   made->delayed = std::make_shared<DelayedScale>(*made->delayed);
+  made->delayed->graph_scale.reset();
   for (Tensor* t : {&made->delayed->scale, &made->delayed->amax, &made->delayed->history}) {
     if (t->defined()) *t = t->clone();
   }

@@ -41,6 +41,6 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor&, const Te
 std::vector<Tensor> update_delayed(const std::vector<DelayedState>&, int64_t, bool) {
   refuse("update_delayed");
 }
-bool is_captured(const Tensor&) { return false; }
+bool is_captured(at::Device) { return false; }
 
 }  // namespace ligature::cuda
