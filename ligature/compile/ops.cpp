@@ -72,6 +72,7 @@ void update_delayed(at::TensorList scales, at::TensorList amaxes, at::TensorList
     }
     given[i] = {scales[i],           amaxes[i],        histories[i],
                 known[i]->max_value, known[i]->recipe, scales[i]};
+    ++known[i]->updates;
     tensors.push_back(&given[i]);
   }
   DelayedScaling::update_all(tensors, latest.is_cpu() ? Tensor() : latest);

@@ -11,6 +11,7 @@
 
 #include "ligature/backend/cuda/quantize.h"
 #include "ligature/check.h"
+#include "ligature/quantization/captured_part.h"
 
 namespace ligature {
 namespace {
@@ -43,28 +44,56 @@ const RecipePtr& AutocastState::active() const {
 at::Tensor DelayedSession::scale_of(const DelayedScalePtr& delayed, bool& record) {
   if (delayed->recipe == nullptr) return delayed->scale;
   record = record && !is_recomputing();
+  const bool captured = cuda::is_captured(delayed->scale);
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = index_.find(delayed.get());
-  if (found != index_.end()) return met_[found->second].scale;
-  if (!record) return delayed->scale;
-  index_.emplace(delayed.get(), met_.size());
+  if (captured) delayed->graph_scale = delayed->scale;
+  const bool overwritten = delayed->graph_scale.defined();
+  auto found = index_.find(delayed.get());
+  if (found == index_.end()) {
+    if (!record && !overwritten) return delayed->scale;
+    found = index_.emplace(delayed.get(), met_.size()).first;
+    met_.push_back({delayed, {}, false});
+  }
+  Met& met = met_[found->second];
   // Graphs overwrite factors: what this pass uses, also when it is run again, is a copy.
-  const bool overwritten = delayed->graph_scale.defined() || cuda::is_captured(delayed->scale);
-  met_.push_back({delayed, overwritten ? delayed->scale.clone() : delayed->scale});
-  return met_.back().scale;
+  if (!met.scale.defined()) met.scale = overwritten ? delayed->scale.clone() : delayed->scale;
+  if (!record) return met.scale;
+  captured_ = captured_ || captured;
+  if (!met.recorded) {
+    if (const auto part = CapturedPart::recorded()) part->meet(delayed);
+  }
+  met.recorded = true;
+  return met.scale;
+}
+
+void DelayedSession::meet(const DelayedScalePtr& delayed) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto [found, fresh] = index_.emplace(delayed.get(), met_.size());
+  if (fresh) met_.push_back({delayed, {}, true});
+  met_[found->second].recorded = true;
 }
 
 void DelayedSession::update() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (updated_) return;
   updated_ = true;
-  if (met_.empty()) return;
+  std::vector<DelayedScale*> tensors;
+  tensors.reserve(met_.size());
+  for (const Met& met : met_) {
+    if (met.recorded) tensors.push_back(met.delayed.get());
+  }
+  if (tensors.empty()) return;
+  if (const auto part = CapturedPart::recorded()) return part->leave_update(reduce_);
+  LIGATURE_CHECK_STATE(captured_ == cuda::is_captured(tensors.front()->amax),
+                       "delayed scaling is updated when the outermost autocast, or the backward "
+                       "pass, ends: a CUDA graph must hold the calls inside and that end, or "
+                       "neither; enter and leave autocast while the graph is captured");
   at::NoGradGuard no_grad;
   c10::InferenceMode no_inference(false);
   if (reduce_) {
     std::vector<at::Tensor> shared;
-    for (const Met& met : met_) {
-      if (met.delayed->recipe->options.reduce_amax) shared.push_back(met.delayed->amax);
+    for (const DelayedScale* delayed : tensors) {
+      if (delayed->recipe->options.reduce_amax) shared.push_back(delayed->amax);
     }
     if (!shared.empty()) {
       at::Tensor flat = at::cat(shared);
@@ -74,9 +103,6 @@ void DelayedSession::update() {
       }
     }
   }
-  std::vector<DelayedScale*> tensors;
-  tensors.reserve(met_.size());
-  for (const Met& met : met_) tensors.push_back(met.delayed.get());
   DelayedScaling::update_all(tensors);
 }
 
@@ -131,7 +157,7 @@ Autocast::Autocast(AutocastOptions options) : exceptions_(std::uncaught_exceptio
   enter_autocast(std::move(options));
 }
 
-Autocast::~Autocast() { exit_autocast(std::uncaught_exceptions() == exceptions_); }
+Autocast::~Autocast() noexcept(false) { exit_autocast(std::uncaught_exceptions() == exceptions_); }
 
 RecomputeScope::RecomputeScope(const AutocastState& state)
     : before_(std::move(thread_state.now)), source_(DelayedSource::exchange(state.session.get())) {

@@ -17,6 +17,8 @@ using AmaxReduction = std::function<void(at::Tensor&)>;
 class DelayedSession : public DelayedSource {
  public:
   at::Tensor scale_of(const DelayedScalePtr& delayed, bool& record) override;
+  /// A graph has noted its largest value: it is updated with the others.
+  void meet(const DelayedScalePtr& delayed);
   void set_reduction(const AmaxReduction& reduce) { reduce_ = reduce; }
   const AmaxReduction& reduction() const { return reduce_; }
   /// Reduces all amax in one call and chooses new factors.
@@ -25,13 +27,15 @@ class DelayedSession : public DelayedSource {
  private:
   struct Met {
     DelayedScalePtr delayed;
-    at::Tensor scale;
+    at::Tensor scale;  // undefined until it is asked for
+    bool recorded;
   };
   std::mutex mutex_;
   std::vector<Met> met_;
   std::unordered_map<const DelayedScale*, size_t> index_;
   AmaxReduction reduce_;
   bool updated_ = false;
+  bool captured_ = false;  // some of it belongs to a graph
 };
 
 struct AutocastState {
@@ -74,7 +78,7 @@ void replace_recipe(const Recipe* before, const RecipePtr& now);
 class Autocast {
  public:
   explicit Autocast(AutocastOptions options = {});
-  ~Autocast();
+  ~Autocast() noexcept(false);
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;
 

@@ -4,12 +4,15 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
 #include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/backend/cuda/quantize.h"
+#include "ligature/check.h"
 #include "ligature/ops/prepare.h"
+#include "ligature/quantization/captured_part.h"
 
 namespace ligature {
 namespace {
@@ -67,19 +70,50 @@ uint64_t sample_of(const Tensor& weight) {
   return weight.is_cpu() ? checksum(weight) : weights_changed.load(std::memory_order_relaxed);
 }
 
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+/// Weights that graphs write: nobody says when such a graph runs.
+struct WrittenByGraphs {
+  std::atomic<bool> any{false};
+  std::mutex mutex;
+  std::vector<WeakTensor> weights;
+
+  bool has(const Tensor& weight) {
+    if (!any.load(std::memory_order_relaxed)) return false;
+    const std::lock_guard<std::mutex> lock(mutex);
+    return std::any_of(weights.begin(), weights.end(), [&](const WeakTensor& one) {
+      return one._unsafe_get_target() == weight.unsafeGetTensorImpl();
+    });
+  }
+};
+
+WrittenByGraphs& written_by_graphs() {
+  static auto* all = new WrittenByGraphs;  // outlives every thread
+  return *all;
+}
+
 // On a GPU a weight is kept where somebody says when weights change: torch's C++ optimizers write
-// through `.data()`. A graph that is captured quantizes for itself: it will be run after weights
-// have changed.
+// through `.data()`.
 bool can_be_kept(const Tensor& weight) {
   if (weight.is_inference() || !weight.is_non_overlapping_and_dense()) return false;
   if (weight.is_cpu()) return true;
   return weight.is_cuda() && weights_changed.load(std::memory_order_relaxed) > 0 &&
-         !cuda::is_captured(weight);
+         !written_by_graphs().has(weight);
 }
 
 }  // namespace
 
 void note_weights_changed() { weights_changed.fetch_add(1, std::memory_order_relaxed); }
+
+void note_graph_writes(at::TensorList weights) {
+  WrittenByGraphs& all = written_by_graphs();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::erase_if(all.weights, [](const WeakTensor& one) { return one.expired(); });
+  for (const Tensor& weight : weights) {
+    if (weight.defined()) all.weights.emplace_back(weight.getIntrusivePtr());
+  }
+  all.any = !all.weights.empty();
+}
 
 // Delayed scaling: was it made with the factor that holds now? Without a change of the weight that
 // would be forever the first one, which is chosen from nothing. On a GPU factors are not compared
@@ -87,10 +121,13 @@ void note_weights_changed() { weights_changed.fetch_add(1, std::memory_order_rel
 // largest value has given.
 bool WeightCache::has_factor_of(const Quantizer& quantizer) const {
   if (quantizer.delayed == nullptr) return true;
-  const Tensor now = quantizer.delayed_scale();
-  if (!now.is_cpu()) {
-    return settled_ || (factor_.is_same(now) && factor_version_ == now._version());
+  if (settled_ && !quantizer.delayed->scale.is_cpu()) return true;
+  // Where graphs read it, it is one tensor that is overwritten.
+  if (quantizer.delayed->graph_scale.defined() && !quantizer.delayed->scale.is_cpu()) {
+    return updates_ == quantizer.delayed->updates;
   }
+  const Tensor now = quantizer.delayed_scale();
+  if (!now.is_cpu()) return factor_.is_same(now);
   const auto& rows = quantized_->rowwise();
   const auto& part = rows.defined() ? rows : quantized_->columnwise();
   return part.scale.item<float>() == 1.0f / now.item<float>();
@@ -105,6 +142,11 @@ bool WeightCache::holds(const Tensor& weight, Usage usage) const {
 }
 
 QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, Usage usage) {
+  if (cuda::is_captured(weight)) {
+    const auto make = [&] { return quantizer.quantize(weight, usage); };
+    const auto part = CapturedPart::recorded();
+    return part != nullptr ? part->weight(this, make) : make();
+  }
   if (!can_be_kept(weight)) return quantizer.quantize(weight, usage);
   std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t sum = sample_of(weight);
@@ -122,7 +164,7 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
   sample_ = sum;
   stream_ = stream_of(weight);
   factor_ = factor;
-  factor_version_ = factor.defined() ? factor._version() : 0;
+  updates_ = quantizer.delayed != nullptr ? quantizer.delayed->updates : 0;
   settled_ = unchanged;
   usage_ = usage;
   quantized_ = made;
@@ -152,7 +194,11 @@ void OpQuantization::move_to(at::Device device) {
       DelayedScale* delayed = quantizer != nullptr ? quantizer->delayed.get() : nullptr;
       if (delayed == nullptr || delayed->recipe == nullptr) continue;
       for (Tensor* tensor : {&delayed->scale, &delayed->amax, &delayed->history}) {
-        if (tensor->device() != device) *tensor = tensor->to(device);
+        if (tensor->device() == device) continue;
+        LIGATURE_CHECK_STATE(!cuda::is_captured(device),
+                             "what delayed scaling remembers cannot move to ", device,
+                             " while a CUDA graph is captured; run a step there before");
+        *tensor = tensor->to(device);
       }
       if (delayed->graph_scale.defined()) delayed->graph_scale = delayed->scale;
     }

@@ -17,6 +17,10 @@ namespace ligature {
 /// bytes are looked at.
 void note_weights_changed();
 
+/// Says that a graph that is captured now writes these weights: outside of graphs they are
+/// quantized in every forward from here on, since nobody says when the graph runs.
+void note_graph_writes(at::TensorList weights);
+
 /// A weight in low precision, made once per version of the parameter.
 class WeightCache {
  public:
@@ -38,7 +42,7 @@ class WeightCache {
   uint64_t sample_ = 0;
   std::optional<c10::Stream> stream_;  // on a GPU: where it was made, the only one to wait for it
   Tensor factor_;                      // delayed scaling on a GPU: what it was made with,
-  uint32_t factor_version_ = 0;        // at which version,
+  uint64_t updates_ = 0;               // how often that had been set,
   bool settled_ = false;               // and whether its own largest value has a part in that
   Usage usage_{false, false};
   QuantizedPtr quantized_;

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "ligature/backend/cuda/gemm.h"
+#include "ligature/backend/cuda/quantize.h"
 #include "ligature/check.h"
 #include "ligature/kernels/log.h"
 #include "ligature/meta.h"
@@ -42,10 +43,11 @@ DelayedSource* DelayedSource::exchange(DelayedSource* source) {
 
 void DelayedScale::set_scale(at::Tensor value) {
   if (graph_scale.defined()) {
-    graph_scale.copy_(value);
+    if (!graph_scale.is_same(value)) graph_scale.copy_(value);
     value = graph_scale;
   }
   scale = std::move(value);
+  ++updates;
 }
 
 Quantizer::Quantizer(Format format, Usage usage_) : usage(usage_), format_(format) {
@@ -87,7 +89,8 @@ kernels::QuantizeArgs Quantizer::args(Usage wanted, at::Device device) const {
       out.amax = delayed_source != nullptr ? delayed_source->amax_of(delayed) : delayed->amax;
     }
   }
-  if (format_.stochastic_rounding) out.seed = random_seed();
+  // A graph draws when it runs, from the device's generator.
+  if (format_.stochastic_rounding && !cuda::is_captured(device)) out.seed = random_seed();
   return out;
 }
 
@@ -149,6 +152,10 @@ void Quantizer::calibrate(const at::Tensor& x) const {
 
 std::shared_ptr<Quantizer> make_delayed_quantizer(Element element, int64_t history,
                                                   at::Device device) {
+  LIGATURE_CHECK_STATE(!cuda::is_captured(device),
+                       "what delayed scaling remembers cannot be made while a CUDA graph is "
+                       "captured, since each run of the graph would make it anew; run a step with "
+                       "this recipe before");
   const c10::InferenceMode no_inference(false);  // it changes from step to step
   Format format;
   format.scaling = Scaling::Delayed;

@@ -26,8 +26,9 @@ struct DelayedScale {
   float max_value = 448.0f;
   /// By which it is updated; null: by nobody, it is the user's own.
   std::shared_ptr<const DelayedScaling> recipe;
-  /// The same tensor, where compiled graphs have it among their inputs: then it is overwritten.
+  /// The same tensor, where captured or compiled graphs read it: then it is overwritten.
   at::Tensor graph_scale;
+  uint64_t updates = 0;  ///< how often it was set from here: a graph that runs is not counted
 
   void set_scale(at::Tensor value);
 };

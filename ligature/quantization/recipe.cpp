@@ -127,24 +127,21 @@ namespace {
 struct DelayedBatch {
   int64_t margin;
   bool most_recent;
-  bool in_place;
   at::Device device;
   std::vector<cuda::DelayedState> states;
   std::vector<DelayedScale*> tensors;
 };
 
-DelayedBatch& batch_for(std::vector<DelayedBatch>& batches, const DelayedScale& tensor) {
-  const DelayedScalingOptions& options = tensor.recipe->options;
+DelayedBatch& batch_for(std::vector<DelayedBatch>& batches, const DelayedScalingOptions& options,
+                        at::Device device) {
   const bool most_recent = options.amax_compute_algo != "max";
-  const bool in_place = tensor.graph_scale.defined();
-  const at::Device device = tensor.amax.device();
   for (DelayedBatch& batch : batches) {
     if (batch.margin == options.margin && batch.most_recent == most_recent &&
-        batch.in_place == in_place && batch.device == device) {
+        batch.device == device) {
       return batch;
     }
   }
-  return batches.emplace_back(DelayedBatch{options.margin, most_recent, in_place, device, {}, {}});
+  return batches.emplace_back(DelayedBatch{options.margin, most_recent, device, {}, {}});
 }
 
 /// As its recipe's functions update it, where `noted` is not below 0.
@@ -181,23 +178,14 @@ void DelayedScaling::update_all(const std::vector<DelayedScale*>& tensors,
       update_one(*tensor, one);
       continue;
     }
-    DelayedBatch& batch = batch_for(batches, *tensor);
-    if (batch.in_place && !tensor->scale.is_same(tensor->graph_scale)) {
-      tensor->set_scale(tensor->scale);
-    }
-    batch.states.push_back({tensor->history, tensor->amax, tensor->scale, tensor->max_value, one});
+    DelayedBatch& batch = batch_for(batches, options, tensor->amax.device());
+    batch.states.push_back({tensor->history, tensor->amax, tensor->scale, tensor->max_value,
+                            tensor->graph_scale.defined(), one});
     batch.tensors.push_back(tensor);
   }
   for (const DelayedBatch& batch : batches) {
-    const auto scales =
-        cuda::update_delayed(batch.states, batch.margin, batch.most_recent, batch.in_place);
-    for (size_t i = 0; i < scales.size(); ++i) {
-      if (batch.in_place) {
-        batch.tensors[i]->scale.unsafeGetTensorImpl()->bump_version();
-      } else {
-        batch.tensors[i]->set_scale(scales[i]);
-      }
-    }
+    const auto scales = cuda::update_delayed(batch.states, batch.margin, batch.most_recent);
+    for (size_t i = 0; i < scales.size(); ++i) batch.tensors[i]->set_scale(scales[i]);
   }
 }
 

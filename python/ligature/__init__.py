@@ -30,6 +30,7 @@ from ._C import __version__  # noqa: E402
 from ._config import cmake_prefix_path, set_launch_graphs, show_config  # noqa: E402
 from .common import recipe  # noqa: E402
 from .explanation import Explanation, PlanDiff, explain, strict  # noqa: E402
+from .graph import make_graphed_callables  # noqa: E402
 from .quantization import (  # noqa: E402
     DType,
     Float8BlockQuantizer,
@@ -88,6 +89,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_graphed_callables",
     "ops",
     "quantization",
     "quantized_model_init",

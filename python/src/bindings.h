@@ -13,6 +13,7 @@ void bind_recipes(py::module_& m);
 void bind_context(py::module_& m);
 void bind_operations(py::module_& m);
 void bind_recipe_state(py::module_& m);
+void bind_graph(py::module_& m);
 void bind_guests(py::module_& m);
 void bind_registry(py::module_& m);
 void bind_fuser(py::module_& m);

@@ -26,6 +26,7 @@ PYBIND11_MODULE(_C, m) {
   bind_context(m);
   bind_operations(m);
   bind_recipe_state(m);
+  bind_graph(m);
   bind_guests(m);
   bind_registry(m);
   bind_fuser(m);

@@ -153,10 +153,16 @@ void bind_quantizer(py::module_& m) {
           [](Quantizer& q, bool value) { q.usage.columnwise = value; })
       .def_property(
           "scale", [](const Quantizer& q) { return wrap(q.delayed ? q.delayed->scale : Tensor()); },
-          [](Quantizer& q, const Tensor& value) { q.delayed->scale = value; })
+          [](Quantizer& q, const Tensor& value) { q.delayed->set_scale(value); })
       .def_property(
           "amax", [](const Quantizer& q) { return wrap(q.delayed ? q.delayed->amax : Tensor()); },
-          [](Quantizer& q, const Tensor& value) { q.delayed->amax = value; })
+          [](Quantizer& q, const Tensor& value) {
+            if (!q.delayed->graph_scale.defined()) {
+              q.delayed->amax = value;
+            } else if (!q.delayed->amax.is_same(value)) {
+              q.delayed->amax.copy_(value);  // graphs write there
+            }
+          })
       .def_property_readonly("reduces_amax",
                              [](const Quantizer& q) { return static_cast<bool>(q.reduce_amax); })
       .def("set_reduce_amax", &set_reduce_amax, py::arg("function"))

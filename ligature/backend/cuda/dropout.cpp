@@ -2,34 +2,12 @@
 // is moved on by each forward, also under graph capture.
 #include "ligature/backend/cuda/dropout.h"
 
-#include <ATen/cuda/CUDAGeneratorImpl.h>
-
-#include <mutex>
-
 #include "ligature/backend/cuda/dropout_launch.h"
+#include "ligature/backend/cuda/generator.h"
 #include "ligature/backend/cuda/launch.h"
 
 namespace ligature::cuda {
 namespace {
-
-RandomState draw(const Tensor& x) {
-  at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(x.device().index());
-  at::PhiloxCudaState drawn;
-  {
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    drawn = generator.get<at::CUDAGeneratorImpl>()->philox_cuda_state(kDropoutDraws);
-  }
-  RandomState state;
-  if (drawn.captured_) {
-    state.seed_at = drawn.seed_.ptr;
-    state.offset_at = drawn.offset_.ptr;
-    state.offset = drawn.offset_intragraph_;
-  } else {
-    state.seed = drawn.seed_.val;
-    state.offset = drawn.offset_.val;
-  }
-  return state;
-}
 
 DropoutArgs args_of(const Tensor& x, const Tensor& y, const Tensor& mask, double p) {
   DropoutArgs args;
@@ -51,7 +29,8 @@ DropoutForward dropout_forward(const Tensor& x_, double p) {
   result.y = empty_as(x);
   result.mask = empty_on(x.sizes(), at::kBool, x.device());
   launch<&launch_dropout_forward>("dropout_forward", stream_of(x),
-                                  args_of(x, result.y, result.mask, p), draw(x));
+                                  args_of(x, result.y, result.mask, p),
+                                  draw(x.device(), kDropoutDraws));
   return result;
 }
 

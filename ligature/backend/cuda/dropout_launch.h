@@ -1,17 +1,10 @@
 // The launches of the dropout kernels. No torch here.
 #pragma once
 
+#include "ligature/backend/cuda/random_state.h"
 #include "ligature/backend/cuda/types.h"
 
 namespace ligature::cuda {
-
-/// Where torch's generator stands. While a graph is captured the two numbers are known only when it
-/// runs: then they lie in memory, and `offset` is what the graph has drawn before.
-struct RandomState {
-  uint64_t seed = 0, offset = 0;
-  const int64_t* seed_at = nullptr;
-  const int64_t* offset_at = nullptr;
-};
 
 /// By how much one forward moves the generator's offset on.
 constexpr uint64_t kDropoutDraws = 8;

@@ -8,6 +8,7 @@
 
 #include "ligature/backend/cuda/activation.h"
 #include "ligature/backend/cuda/gemm_tensor.h"
+#include "ligature/backend/cuda/generator.h"
 #include "ligature/backend/cuda/launch.h"
 #include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/backend/cuda/norm.h"
@@ -22,6 +23,9 @@ namespace {
 using shapes::MatrixShape;
 
 constexpr int64_t kTile = 128;
+// By how much a cast in a graph moves the generator's offset on, the least there is:
+// device/draws.cuh.
+constexpr uint64_t kRoundingDraws = 4;
 
 bool is_aligned(const Tensor& x, uintptr_t bytes = 16) {
   return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % bytes == 0;
@@ -133,6 +137,9 @@ QuantizedPair run(MatrixShape shape, const Tensor& like, const QuantizeArgs& arg
   plan.columnwise = output_of(out.columnwise, {shape.columns, filled}, args.format);
   plan.seed = args.seed;
   plan.offset = args.offset;
+  if (args.format.stochastic_rounding && is_capturing(stream)) {
+    plan.generator = draw(like.device(), kRoundingDraws);
+  }
   Tensor amax;
   switch (args.format.scaling) {
     case Scaling::Delayed:
@@ -364,17 +371,20 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
 }
 
 std::vector<Tensor> update_delayed(const std::vector<DelayedState>& states, int64_t margin,
-                                   bool most_recent, bool overwrite) {
+                                   bool most_recent) {
   std::vector<Tensor> scales;
   if (states.empty()) return scales;
   const Tensor& any = states.front().amax;
   const DeviceGuard guard(any.device());
   const int64_t n = static_cast<int64_t>(states.size());
-  const bool in_place = overwrite || is_captured(any);
-  const Tensor made = in_place ? Tensor() : empty_on({n}, at::kFloat, any.device());
+  const bool captured = is_captured(any);
+  Tensor made;
   scales.reserve(states.size());
   for (int64_t i = 0; i < n; ++i) {
-    scales.push_back(in_place ? states[static_cast<size_t>(i)].scale : made.narrow(0, i, 1));
+    const DelayedState& s = states[static_cast<size_t>(i)];
+    const bool in_place = captured || s.overwrite;
+    if (!in_place && !made.defined()) made = empty_on({n}, at::kFloat, any.device());
+    scales.push_back(in_place ? s.scale : made.narrow(0, i, 1));
   }
   for (int64_t first = 0; first < n; first += kDelayedEntries) {
     const int64_t count = std::min<int64_t>(kDelayedEntries, n - first);
@@ -398,6 +408,8 @@ std::vector<Tensor> update_delayed(const std::vector<DelayedState>& states, int6
   return scales;
 }
 
-bool is_captured(const Tensor& x) { return x.is_cuda() && is_capturing(stream_of(x)); }
+bool is_captured(at::Device device) {
+  return device.is_cuda() && is_capturing(c10::cuda::getCurrentCUDAStream(device.index()).stream());
+}
 
 }  // namespace ligature::cuda

@@ -51,15 +51,18 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
 struct DelayedState {
   Tensor history, amax, scale;
   float max_value;
-  Tensor noted;  ///< float [1]: below 0 where nothing is to be changed; may be undefined
+  bool overwrite = false;  ///< graphs read this scale: the new one is written over it
+  Tensor noted;            ///< float [1]: below 0 where nothing is to be changed; may be undefined
 };
 /// Moves each amax into its history and gives the new scales, all in one kernel for up to 80
-/// tensors, which are on one device. They are new tensors, except `in_place` and in a graph that is
-/// captured: that reads the same memory each time it runs, so there scales are overwritten.
+/// tensors, which are on one device. They are new tensors where nothing else is asked for, except
+/// in a graph that is captured: that reads the same memory each time it runs, so there scales are
+/// overwritten.
 std::vector<Tensor> update_delayed(const std::vector<DelayedState>& states, int64_t margin,
-                                   bool most_recent, bool in_place = false);
+                                   bool most_recent);
 
-/// Is the current stream of the tensor's device being captured into a graph?
-bool is_captured(const Tensor& x);
+/// Is the current stream of the device being captured into a graph?
+bool is_captured(at::Device device);
+inline bool is_captured(const Tensor& x) { return is_captured(x.device()); }
 
 }  // namespace ligature::cuda

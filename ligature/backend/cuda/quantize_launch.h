@@ -6,6 +6,7 @@
 #pragma once
 
 #include "ligature/backend/cuda/activation_params.h"
+#include "ligature/backend/cuda/random_state.h"
 #include "ligature/backend/cuda/types.h"
 #include "ligature/quantization/format.h"
 
@@ -29,6 +30,7 @@ struct QuantizePlan {
   const float* factor = nullptr;  ///< Delayed
   float* amax = nullptr;          ///< Delayed: raised; Current: raised, then used
   uint64_t seed = 0, offset = 0;
+  RandomState generator;  ///< of a graph that is captured, instead of the seed: `seed_at` is set
   bool find_amax = false;
   uint32_t tiles_across = 1;  ///< set by the launch
 };

@@ -1,6 +1,7 @@
 // Casts of a matrix in memory to NVFP4. A block of 16 values is one thread's in both orientations;
 // square blocks meet in shared memory. Written for every option rather than for speed:
 // quantize_nv_tiles.cu is quicker where it serves.
+#include "ligature/backend/cuda/device/draws.cuh"
 #include "ligature/backend/cuda/device/float4.cuh"
 #include "ligature/backend/cuda/device/plain_source.cuh"
 
@@ -70,7 +71,8 @@ __device__ __forceinline__ Candidate candidate(const QuantizePlan& plan, const N
   if (f.code == 0x7fu) return {0, f.code};
   if constexpr (kStochastic) {
     uint32_t words[kNvWords];
-    nv_words(index, plan.seed, plan.offset, pass.stream, words);
+    const Draws draws = draws_of(plan, pass.stream);
+    nv_words(index, draws.seed, draws.first, draws.stream, words);
     return {encode_nv(v, f.factor, words), f.code};
   } else {
     return {encode_nv(v, f.factor, nullptr), f.code};

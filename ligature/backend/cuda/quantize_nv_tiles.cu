@@ -2,6 +2,7 @@
 // and options that models train with; quantize_nv.cu has the rest. A thread has 8 rows of 8
 // columns: two lanes side by side have a block of a row, two lanes 16 apart one of a column.
 #include "ligature/backend/cuda/device/cast_tiles.cuh"
+#include "ligature/backend/cuda/device/draws.cuh"
 #include "ligature/backend/cuda/device/float4.cuh"
 
 namespace ligature::cuda {
@@ -53,12 +54,12 @@ __device__ __forceinline__ uint32_t encode_8_fp4(const float (&p)[8]) {
 
 /// With their signs; `index` is that of the first in the orientation's matrix.
 __device__ __forceinline__ uint32_t encode_8_random(const float (&p)[8], uint64_t index,
-                                                    const QuantizePlan& plan, uint32_t stream) {
+                                                    const Draws& draws) {
   uint32_t codes = 0;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     uint32_t words[4];
-    philox(plan.offset + index / 4 + h, stream, plan.seed, words);
+    philox(draws.first + index / 4 + h, draws.stream, draws.seed, words);
 #pragma unroll
     for (int i = 0; i < 4; ++i) codes |= encode_fp4(p[4 * h + i], words[i]) << (16 * h + 4 * i);
   }
@@ -137,9 +138,19 @@ __device__ __forceinline__ uint32_t transform(float (&q)[8], bool lower) {
   return largest;
 }
 
-template <typename T, bool kStochastic, bool kHadamard>
-__global__ void __launch_bounds__(kCastThreads, kStochastic ? 2 : 3)
+/// To nearest, or by random words: of the seed, whose keys the compiler keeps out of the threads'
+/// registers, or of the generator.
+enum class Rounding : uint8_t { Nearest, Seeded, Drawn };
+
+template <Rounding kRounding>
+__device__ __forceinline__ Draws draws_for(const QuantizePlan& plan, uint32_t stream) {
+  return kRounding == Rounding::Drawn ? generator_draws(plan, stream) : seeded_draws(plan, stream);
+}
+
+template <typename T, Rounding kRounding, bool kHadamard>
+__global__ void __launch_bounds__(kCastThreads, kRounding == Rounding::Nearest ? 3 : 2)
     nv_tiles(const __grid_constant__ QuantizePlan plan, const T* x) {
+  constexpr bool kStochastic = kRounding != Rounding::Nearest;
   __shared__ NvShared shared;
   const int lane = threadIdx.x % 32, across = threadIdx.x % 16, down = threadIdx.x / 16;
   const TilePlace place{static_cast<int64_t>(blockIdx.y) * kTile,
@@ -200,7 +211,7 @@ __global__ void __launch_bounds__(kCastThreads, kStochastic ? 2 : 3)
             encode_8_random(p,
                             static_cast<uint64_t>((place.row + down * kSide + k) * plan.columns +
                                                   place.column + across * kSide),
-                            plan, 0);
+                            draws_for<kRounding>(plan, 0));
       } else {
         const uint32_t a = select_bytes(v[k][0], v[k][1], 0xfbd9);
         const uint32_t b = select_bytes(v[k][2], v[k][3], 0xfbd9);
@@ -280,7 +291,7 @@ __global__ void __launch_bounds__(kCastThreads, kStochastic ? 2 : 3)
             encode_8_random(q,
                             static_cast<uint64_t>((place.column + across * kSide + j) * plan.rows +
                                                   place.row + down * kSide),
-                            plan, 1);
+                            draws_for<kRounding>(plan, 1));
       } else if constexpr (kHadamard) {
         codes = encode_8_fp4(q);
 #pragma unroll
@@ -367,6 +378,11 @@ __global__ void __launch_bounds__(kCastThreads, 4)
   raise_held(turned, warps[1], plan.columnwise.amax);
 }
 
+template <typename T, Rounding kRounding>
+auto kernel_of(bool hadamard) {
+  return hadamard ? nv_tiles<T, kRounding, true> : nv_tiles<T, kRounding, false>;
+}
+
 template <typename T>
 void launch(const void* given, const QuantizePlan& plan, Stream stream) {
   const T* x = static_cast<const T*>(given);
@@ -377,10 +393,9 @@ void launch(const void* given, const QuantizePlan& plan, Stream stream) {
     hadamard_amax<T><<<grid, kCastThreads, 0, stream>>>(plan, x);
     return;
   }
-  const auto kernel = plan.format.stochastic_rounding
-                          ? hadamard ? nv_tiles<T, true, true> : nv_tiles<T, true, false>
-                      : hadamard ? nv_tiles<T, false, true>
-                                 : nv_tiles<T, false, false>;
+  const auto kernel = !plan.format.stochastic_rounding ? kernel_of<T, Rounding::Nearest>(hadamard)
+                      : plan.generator.seed_at == nullptr ? kernel_of<T, Rounding::Seeded>(hadamard)
+                                                          : kernel_of<T, Rounding::Drawn>(hadamard);
   kernel<<<grid, kCastThreads, 0, stream>>>(plan, x);
 }
 

@@ -38,9 +38,9 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor&, const Te
   refuse("activation_backward_quantize");
 }
 
-std::vector<Tensor> update_delayed(const std::vector<DelayedState>&, int64_t, bool, bool) {
+std::vector<Tensor> update_delayed(const std::vector<DelayedState>&, int64_t, bool) {
   refuse("update_delayed");
 }
-bool is_captured(const Tensor&) { return false; }
+bool is_captured(at::Device) { return false; }
 
 }  // namespace ligature::cuda

@@ -63,7 +63,7 @@ constexpr int kNvWords = 20;
 
 /// The random words of 16 elements in a row: element i of the matrix has word i % 4 of the counter
 /// offset + i / 4.
-LIGATURE_BOTH void nv_words(uint64_t first, uint64_t seed, uint64_t offset, uint32_t stream,
+LIGATURE_BOTH void nv_words(uint64_t first, uint64_t seed, uint64_t offset, uint64_t stream,
                             uint32_t (&words)[kNvWords]) {
   const uint64_t counter = offset + first / 4;
   LIGATURE_UNROLL
