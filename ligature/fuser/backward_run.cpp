@@ -108,6 +108,10 @@ std::vector<Tensor> run_backward(const BackwardCall& call, const BackwardNeed& n
       ctxs.push_back(&contexts[op]);
     }
     if (step.op->is_guest()) fill_in_zeros(step, call.extra_outputs, grad_extra_outputs);
+    hold(dy);
+    for (size_t op = step.first; op < end; ++op) {
+      for (const Tensor& grad : grad_extra_outputs[op]) cuda::hold_memory(grad);
+    }
     contexts.owner = step.op->takes_saved() && !step.op->is_guest() ? call.owner : nullptr;
     std::optional<kernels::KernelLog> log;
     if (call.trace != nullptr) log.emplace(call.trace->device);

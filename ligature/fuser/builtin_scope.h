@@ -31,6 +31,16 @@ inline bool is_ours(const FusibleOperation& op) {
   return !op.is_guest() && std::string_view(typeid(op).name()).starts_with("N8ligature");
 }
 
+/// A step's held launches may be all that still use a value by the time they go out.
+inline void hold(const Value& value) {
+  if (!cuda::holds_launches()) return;
+  if (!value.is_quantized()) {
+    cuda::hold_memory(value.tensor());
+    return;
+  }
+  for (const at::Tensor& tensor : value.quantized()->tensors()) cuda::hold_memory(tensor);
+}
+
 class StepScope {
  public:
   explicit StepScope(const FusibleOperation& op) {

@@ -103,6 +103,7 @@ Value ForwardRun::run_step(size_t index, const Value& x) {
     args_[i].extra_inputs = extra_inputs_[i];
     ctxs.push_back(&contexts_[i]);
   }
+  hold(x);
   if (tracer_) tracer_->begin();
   FuserForwardResult result = [&] {
     StepScope scope(*step.op);

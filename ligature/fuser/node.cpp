@@ -172,10 +172,7 @@ variable_list FuserNode::backward(variable_list& grads) {
     std::vector<Tensor>& unpacked;
     ~Clear() { unpacked.clear(); }
   } clear{unpacked_};
-  // Whoever gives gradients away may have let go of them.
   cuda::LaunchScope launches(dy.is_quantized() ? Tensor() : dy.tensor());
-  if (!dy.is_quantized()) cuda::hold_memory(dy.tensor());
-  for (const Tensor& grad : caller_grads) cuda::hold_memory(grad);
   variable_list result =
       run_backward({plan, *contexts_, param_offsets_, extra_outputs_, *this, this, trace_}, need,
                    std::move(dy), std::move(caller_grads));

@@ -12,6 +12,7 @@
 #include "ligature/backend/cuda/quantize.h"
 #include "ligature/check.h"
 #include "ligature/ops/prepare.h"
+#include "ligature/quantization/autocast.h"
 #include "ligature/quantization/captured_part.h"
 
 namespace ligature {
@@ -152,6 +153,9 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
   const uint64_t sum = sample_of(weight);
   const bool unchanged = holds(weight, usage) && sample_ == sum;
   if (unchanged && has_factor_of(quantizer)) return quantized_;
+  // What runs again in a checkpoint has the factors of its first run: those of later steps are
+  // kept.
+  if (is_recomputing()) return quantizer.quantize(weight, usage);
   // What is kept may be used in training later.
   const c10::InferenceMode no_inference(false);
   const Tensor factor = quantizer.delayed_scale();

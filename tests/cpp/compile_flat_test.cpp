@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "device.h"
 #include "ligature/compile/flat.h"
 #include "ligature/ligature.h"
 
@@ -86,7 +87,9 @@ void expect_like_eager(const OpList& ops, const Tensor& x, const std::vector<Ten
   }
 }
 
-Tensor input(at::IntArrayRef sizes) { return torch::randn(sizes).requires_grad_(true); }
+Tensor input(at::IntArrayRef sizes) {
+  return torch::randn(sizes, on_device()).requires_grad_(true);
+}
 
 OpList mlp() {
   return {LayerNorm(32).ptr(), Linear(32, 64).ptr(), SwiGLU().ptr(), Linear(32, 32).ptr()};
