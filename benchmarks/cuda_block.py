@@ -37,22 +37,25 @@ BLOCKS = ["eager", "torch.compile", "ligature", "ligature recompute", *RECIPES]
 # Where the host is slower than the GPU, and only there: the step as a CUDA graph.
 GRAPHS = [f"{name} graph" for name in ("ligature", "fp8 delayed", "fp8 current", "fp8 block")]
 GRAPH_SHAPES = (2, 3)
-NAMES = [*BLOCKS, *GRAPHS, "products ligature", *FLOORS]
+COMPILED = [f"{name} compiled" for name in ("ligature", "fp8 delayed", "fp8 current")]
+NAMES = [*BLOCKS, *COMPILED, *GRAPHS, "products ligature", *FLOORS]
 
 
 def block_step(name: str, norm: str, t: int, h: int, f: int) -> Step:
     x = torch.randn(t, h, dtype=BF16, requires_grad=True)
     dy = torch.randn(t, h, dtype=BF16)
+    compiled = name == "torch.compile" or name in COMPILED
+    name = name.removesuffix(" compiled")
     recipe = RECIPES[name]() if name in RECIPES else None
     model: nn.Module
     if name in ("eager", "torch.compile"):
         model = TorchBlock(norm, h, f, False, BF16)
-        if name == "torch.compile":
-            torch.compiler.reset()
-            model = torch.compile(model)
     else:
         recompute = "cheap" if name == "ligature recompute" else "none"
         model = ligature_block(norm, h, f, False, BF16, recompute)
+    if compiled:
+        torch.compiler.reset()
+        model = torch.compile(model, fullgraph=name != "torch.compile")
     return Step(model, x, dy, recipe, new_weights=True)
 
 
@@ -62,16 +65,16 @@ class CompileTime:
     def __init__(self, seconds: float) -> None:
         self.left = seconds
 
-    def first_steps(self, run: Run) -> bool:
+    def first_steps(self, name: str, run: Run) -> bool:
         if self.left <= 0:
-            print("  torch.compile: left out, its time is up")
+            print(f"  {name}: left out, its time is up")
             return False
         start = time.perf_counter()
         try:
             run()
             run()
         except Exception as error:
-            print(f"  torch.compile: {repr(error)[:150]}")
+            print(f"  {name}: {repr(error)[:150]}")
             return False
         self.left -= time.perf_counter() - start
         return True
@@ -82,9 +85,10 @@ def make_runs(
 ) -> dict[str, Run]:
     runs: dict[str, Run] = {}
     for name in names:
-        if name in BLOCKS:
+        if name in BLOCKS or name in COMPILED:
             step = block_step(name, norm, t, h, f)
-            if name != "torch.compile" or compile_time.first_steps(step):
+            is_compiled = name == "torch.compile" or name in COMPILED
+            if not is_compiled or compile_time.first_steps(name, step):
                 runs[name] = step
         elif name in GRAPHS:
             try:
@@ -119,7 +123,8 @@ def measure_shape(title: str, runs: dict[str, Run], rounds: int) -> list[dict[st
     print(f"{'':<22}{'ms':>9}{'of eager':>10}{'of floor':>10}{'peak GiB':>10}")
     rows = []
     for name, seconds in times.items():
-        base = times.get(FLOOR_OF.get(name.removesuffix(" graph"), "floor bf16"))
+        plain = name.removesuffix(" graph").removesuffix(" compiled")
+        base = times.get(FLOOR_OF.get(plain, "floor bf16"))
         row = {
             "shape": title,
             "what": name,
@@ -179,7 +184,7 @@ def measure(
         title = f"{norm} T{t} h{h} f{f}"
         wanted = [name for name in NAMES if name in {*names, *profiled}]
         if i not in GRAPH_SHAPES:
-            wanted = [name for name in wanted if name not in GRAPHS]
+            wanted = [name for name in wanted if name not in {*GRAPHS, *COMPILED}]
         runs = make_runs(wanted, norm, t, h, f, compile_time)
         if rounds:
             result["blocks"] += measure_shape(title, runs, rounds)

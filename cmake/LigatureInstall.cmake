@@ -18,7 +18,7 @@ endif()
 
 install(TARGETS ligature EXPORT LigatureTargets LIBRARY DESTINATION lib INCLUDES DESTINATION include)
 install(DIRECTORY ligature DESTINATION include FILES_MATCHING PATTERN "*.h"
-  PATTERN "pch.h" EXCLUDE PATTERN "backend" EXCLUDE)
+  PATTERN "pch.h" EXCLUDE PATTERN "builtin_scope.h" EXCLUDE PATTERN "backend" EXCLUDE)
 install(EXPORT LigatureTargets NAMESPACE Ligature:: DESTINATION ${package_dir})
 
 configure_package_config_file(cmake/LigatureConfig.cmake.in LigatureConfig.cmake

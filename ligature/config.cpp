@@ -14,6 +14,8 @@
 #include <string_view>
 
 #include "ligature/backend/cpu/vector_math.h"
+#include "ligature/backend/cuda/launch_scope.h"
+#include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/kernels/log.h"
 #include "ligature/ops/prepare.h"
 #include "ligature/version.h"
@@ -47,7 +49,8 @@ TorchConfig torch_config() {
 
 CudaConfig cuda_config() {
   constexpr std::string_view why_not = LIGATURE_WHY_NOT_CUDA;
-  return {why_not.empty(), c10::impl::hasDeviceGuardImpl(at::kCUDA), std::string(why_not)};
+  return {why_not.empty(), c10::impl::hasDeviceGuardImpl(at::kCUDA), std::string(why_not),
+          cuda::launch_graphs()};
 }
 
 // The kernels' attribute names the processors they are compiled for; the loader takes the first
@@ -160,6 +163,8 @@ Config config() {
   return c;
 }
 
+void set_launch_graphs(bool on) { cuda::set_launch_graphs(on); }
+
 std::string config_text() { return config_text(config()); }
 
 std::string config_text(const Config& c) {
@@ -169,7 +174,8 @@ std::string config_text(const Config& c) {
       << c.build.cxx_standard << ", " << c.build.flags << '\n'
       << "torch      built for " << c.torch.built << ", running " << c.torch.running << '\n'
       << "CUDA       " << (c.cuda.built ? "built" : "not built: " + c.cuda.reason)
-      << (c.cuda.torch ? "; torch with CUDA" : "; torch without CUDA") << '\n'
+      << (c.cuda.torch ? "; torch with CUDA" : "; torch without CUDA")
+      << (c.cuda.launch_graphs ? "; small pipelines launch together" : "") << '\n'
       << "CPU        AVX2 " << (c.cpu.avx2 ? "yes" : "no") << ", AVX-512 "
       << (c.cpu.avx512 ? "yes" : "no") << "; torch runs " << c.cpu.torch << " code, Ligature "
       << c.cpu.ligature << " code, on " << c.cpu.threads

@@ -24,6 +24,8 @@ struct CudaConfig {
   bool built = false;  ///< has Ligature CUDA kernels of its own?
   bool torch = false;  ///< are torch's CUDA libraries loaded?
   std::string reason;  ///< why not built; empty when built
+  /// Do small pipelines launch their kernels together, as a CUDA graph once they repeat?
+  bool launch_graphs = false;
 };
 
 struct CpuConfig {
@@ -56,6 +58,11 @@ struct Config {
   std::vector<Availability> backends;
   std::vector<Availability> formats;
 };
+
+/// Whether small pipelines launch their kernels together, which saves the host most of the time that
+/// launches cost. On unless LIGATURE_LAUNCH_GRAPHS=0 is set; without the CUDA backend there is
+/// nothing to turn on.
+void set_launch_graphs(bool on);
 
 /// Found out anew on each call.
 Config config();

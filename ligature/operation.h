@@ -154,6 +154,8 @@ class BasicOperation : public FusibleOperation {
   virtual size_t num_extra_outputs() const { return 0; }
   /// Does it overwrite this extra input?
   virtual bool writes_extra_input(size_t /*index*/) const { return false; }
+  /// May its backward overwrite the gradient of this extra output?
+  virtual bool writes_grad_of_extra_output(size_t /*index*/) const { return false; }
 
   virtual OpForwardResult op_forward_compute(const Value& input, const OpArgs& args);
   virtual void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,

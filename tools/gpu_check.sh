@@ -51,7 +51,7 @@ run_tests() {
   status=0
   # shellcheck disable=SC2086
   "$python" tools/run_tests.py --gpu --jobs "$jobs" --limit "${TEST_SECONDS:-270}" --logs "$logs" \
-    --cpp $build/bin/ligature_tests --cpp-shards 4 "--cpp-filter=${TEST_FILTER:-*}" \
+    --cpp $build/bin/ligature_tests --cpp-shards 12 "--cpp-filter=${TEST_FILTER:-*}" \
     --ignore test_install.py -- ${PYTEST_ARGS:-} >"$logs/tests.log" || status=$?
   cat "$logs/tests.log"
   return "$status"

@@ -4,6 +4,7 @@
 #include "ligature/fused/backward_add_norm.h"
 #include "ligature/fused/backward_linear_activation.h"
 #include "ligature/fused/backward_linear_add.h"
+#include "ligature/fused/backward_linear_bias.h"
 #include "ligature/fused/backward_linear_scale.h"
 #include "ligature/fused/dense_mlp.h"
 #include "ligature/fused/forward_linear_bias_activation.h"
@@ -20,9 +21,14 @@ std::vector<FusionRule> builtin_fusions(Pass pass) {
       return {forward_linear_scale_add_rule(), forward_linear_bias_add_rule(),
               forward_linear_bias_activation_rule(), forward_linear_bias_rule()};
     case Pass::Backward:
-      return {backward_linear_add_rule(),      backward_linear_scale_rule(),
-              backward_activation_bias_rule(), backward_linear_activation_rule(),
-              backward_add_layer_norm_rule(),  backward_add_rms_norm_rule()};
+      return {backward_linear_add_rule(),
+              backward_linear_scale_rule(),
+              backward_linear_activation_bias_rule(),
+              backward_activation_bias_rule(),
+              backward_linear_activation_rule(),
+              backward_add_layer_norm_rule(),
+              backward_add_rms_norm_rule(),
+              backward_linear_bias_rule()};
   }
   return {};
 }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ligature/fused/pieces.h"
+#include "ligature/kernels/activated_linear.h"
 #include "ligature/kernels/gated_linear.h"
 #include "ligature/ops/make_extra_output.h"
 #include "ligature/ops/prepare.h"
@@ -105,6 +106,7 @@ FuserForwardResult DenseMLP::fuser_forward_compute(const Value& input, ArgsList 
   FuserForwardResult result = fused_forward_result({}, num_basic_ops());
   const kernels::ActivationSpec spec = activation_->spec();
   const Target to_fc2 = {input_quantizer(args[fc2_.at]), rowwise};
+  const bool keep_z = args[activation_.at].requires_grad.op || args[fc2_.at].requires_grad.param(0);
   Tensor z;
   Value a;
   {
@@ -113,13 +115,19 @@ FuserForwardResult DenseMLP::fuser_forward_compute(const Value& input, ArgsList 
       auto both = kernels::linear_gated_forward(fwd.x.tensor(), fwd.w.tensor(), spec);
       z = std::move(both.z);
       a = std::move(both.a);
+    } else if (const bool relu = spec.kind == kernels::ActivationKind::ReLU;
+               runs_activated_forward(fwd, spec, to_fc2, keep_z && !relu)) {
+      auto both = kernels::linear_activated_forward(fwd.x.tensor(), fwd.w.tensor(), fwd.bias, spec,
+                                                    keep_z && !relu);
+      // relu(z) and its derivative are those at relu(z): no mask is wanted.
+      z = relu ? both.y : std::move(both.aux);
+      a = std::move(both.y);
     } else {
       z = BasicLinearImpl::forward(fwd);
     }
     result.kept[fc1_.at] = keep(fwd, args[fc1_.at]);
   }
   norm.y = {};
-  const bool keep_z = args[activation_.at].requires_grad.op || args[fc2_.at].requires_grad.param(0);
   if (!a.defined()) {
     a = to_fc2 || keep_z || kernels::is_gated(spec.kind)
             ? activation_forward_to(z, spec, {}, to_fc2)
@@ -210,7 +218,7 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
     dy = std::move(dx);
     if (needs(fork_).op) dresidual = sum(dextra, grad_extra_outputs[fork_][0]);
   }
-  if (bias2_ && needs(bias2_.at).op) {
+  if (bias2_ && needs(bias2_.at).op && !leaves_bias_grad(*ctxs[fc2_.at], *ctxs[bias2_.at], dy)) {
     out.grad_params[bias2_.at] = bias2_->op_backward(*ctxs[bias2_.at], dy).grad_params;
   }
   if (!needs(fc2_.at).op) return out;
@@ -275,6 +283,13 @@ Value DenseMLP::linear2_and_activation_backward(CtxList ctxs, const Value& dy,
     a = activation_forward_to(ctx.saved_tensor(kZ), spec, {}, again.target());
   }
   LinearBwdArgs args = fc2_->backward_args(ctx, dy, std::exchange(a, {}), ctx.saved_value(kW2));
+  args.bias_requires_grad = bias2_ && leaves_bias_grad(ctx, *ctxs[bias2_.at], dy);
+  const auto put_weight_grads = [&](LinearGrads& grads) {
+    if (grads.dbias.defined()) {
+      out.grad_params[bias2_.at] = {bias2_->cast_grad(*ctxs[bias2_.at], grads.dbias)};
+    }
+    out.grad_params[fc2_.at] = {std::move(grads.dw)};
+  };
   LinearBwdArgs of_weight;
   if (one_pass && !need_dbias && runs_gated_backward(args, ctx.saved_value(kZ), spec)) {
     const TakenValue z = ctx.take_saved(kZ);
@@ -282,16 +297,17 @@ Value DenseMLP::linear2_and_activation_backward(CtxList ctxs, const Value& dy,
         args.dy.tensor(), args.w.tensor(), z.value.tensor(), spec, true, z.may_overwrite);
     args.x = std::move(both.a);
     args.input_requires_grad = false;
-    out.grad_params[fc2_.at] = {fc2_->backward(std::move(args), ctx).dw};
+    LinearGrads grads = fc2_->backward(std::move(args), ctx);
+    put_weight_grads(grads);
     return std::move(both.dz);
   }
   if (one_pass) {
     of_weight = args;
     of_weight.input_requires_grad = false;
-    args.weight_requires_grad = false;
+    args.weight_requires_grad = args.bias_requires_grad = false;
   }
   LinearGrads grads = fc2_->backward(std::move(args), ctx);
-  out.grad_params[fc2_.at] = {std::move(grads.dw)};
+  if (!one_pass) put_weight_grads(grads);
   if (!needs_activation.op) return {};
 
   const TakenValue z = ctx.take_saved(kZ);
@@ -306,7 +322,8 @@ Value DenseMLP::linear2_and_activation_backward(CtxList ctxs, const Value& dy,
       da, z.value.tensor(), spec, need_dbias, /*over_dy=*/true, z.may_overwrite);
   dbias = std::move(both.dbias);
   of_weight.x = prepare(std::move(both.y), of_weight.compute_dtype);
-  out.grad_params[fc2_.at] = {fc2_->backward(std::move(of_weight), ctx).dw};
+  grads = fc2_->backward(std::move(of_weight), ctx);
+  put_weight_grads(grads);
   return std::move(both.dx);
 }
 

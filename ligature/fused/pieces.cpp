@@ -1,6 +1,8 @@
 #include "ligature/fused/pieces.h"
 
+#include "ligature/kernels/activated_linear.h"
 #include "ligature/kernels/gated_linear.h"
+#include "ligature/kernels/log.h"
 #include "ligature/ops/prepare.h"
 
 namespace ligature {
@@ -35,19 +37,52 @@ LinearFwdArgs linear_bias_args(const BasicLinearImpl& linear, const BiasImpl* bi
   return fwd;
 }
 
+namespace {
+
+bool is_plain_product(const LinearFwdArgs& fwd) {
+  return !fwd.x.is_quantized() && !fwd.w.is_quantized() && !fwd.add.defined() && fwd.alpha == 1.0;
+}
+
+/// The input's gradient is of the compute dtype, and nothing is done to it.
+bool is_plain_product(const LinearBwdArgs& args) {
+  return args.input_requires_grad && !args.is_quantized() && !args.add.defined() &&
+         args.alpha == 1.0 && args.input_dtype == args.compute_dtype;
+}
+
+}  // namespace
+
 bool runs_gated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
                         const Target& target) {
-  return !target && !fwd.x.is_quantized() && !fwd.w.is_quantized() && !fwd.bias.defined() &&
-         !fwd.add.defined() && fwd.alpha == 1.0 &&
+  return !target && is_plain_product(fwd) && !fwd.bias.defined() &&
          kernels::runs_gated_linear(fwd.x.tensor(), fwd.w.tensor(), spec, false);
+}
+
+bool runs_activated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
+                            const Target& target, bool need_aux) {
+  return !target && is_plain_product(fwd) &&
+         kernels::runs_activated_forward(fwd.x.tensor(), fwd.w.tensor(), fwd.bias, spec, need_aux);
 }
 
 bool runs_gated_backward(const LinearBwdArgs& args, const Value& z,
                          const kernels::ActivationSpec& spec) {
-  return args.input_requires_grad && !args.is_quantized() && !args.add.defined() &&
-         args.alpha == 1.0 && args.input_dtype == args.compute_dtype && !z.is_quantized() &&
-         z.dtype() == args.compute_dtype &&
+  return is_plain_product(args) && !z.is_quantized() && z.dtype() == args.compute_dtype &&
          kernels::runs_gated_linear(args.dy.tensor(), args.w.tensor(), spec, true);
+}
+
+bool runs_activated_backward(const LinearBwdArgs& args, const Value& aux,
+                             const kernels::ActivationSpec& spec, bool need_dbias) {
+  return is_plain_product(args) && aux.defined() && !aux.is_quantized() &&
+         kernels::runs_activated_backward(args.dy.tensor(), args.w.tensor(), aux.tensor(), spec,
+                                          need_dbias);
+}
+
+bool leaves_bias_grad(const OperationContext& linear, const OperationContext& bias,
+                      const Value& grad_output) {
+  return linear.requires_grad.param(0) && bias.requires_grad.param(0) &&
+         linear.quantization == nullptr && !grad_output.is_quantized() &&
+         linear.state.get_or("dtype", grad_output.dtype()) == grad_output.dtype() &&
+         kernels::has_weight_bias_grad(grad_output.dtype(),
+                                       kernels::device_behind(grad_output.tensor()));
 }
 
 Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const Tensor& extra,

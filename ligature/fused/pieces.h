@@ -31,6 +31,21 @@ bool runs_gated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec&
 bool runs_gated_backward(const LinearBwdArgs& args, const Value& z,
                          const kernels::ActivationSpec& spec);
 
+/// Is there one product for the linear of `fwd`, its bias and the activation after it? `need_aux`:
+/// backward will come.
+bool runs_activated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
+                            const Target& target, bool need_aux);
+
+/// Is there one product for the input's gradient of a linear and the gradient of the activation
+/// before it, and of the bias before that where `need_dbias`? `aux`: what that wants of forward.
+bool runs_activated_backward(const LinearBwdArgs& args, const Value& aux,
+                             const kernels::ActivationSpec& spec, bool need_dbias);
+
+/// Is the gradient of the bias after a linear left to the linear's backward? Where the device may
+/// have it with the weight's, and it is the same as the bias' own.
+bool leaves_bias_grad(const OperationContext& linear, const OperationContext& bias,
+                      const Value& grad_output);
+
 /// The linear of `fwd`, then `add` with `extra`: in one GEMM where the result is the same as that
 /// of the two one after the other.
 Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const Tensor& extra,

@@ -102,17 +102,25 @@ void OperationFuser::prepare() {
   for (const auto& op : basic_ops_) op->pre_first_fuser_forward();
 }
 
-OperationFuser::PlanKey OperationFuser::key_for(const Call& call, const GradPlan& grads) const {
+OperationFuser::PlanKey OperationFuser::key_for(at::ScalarType dtype, at::Device device,
+                                                const AutocastState& autocast,
+                                                const GradPlan& grads) const {
   PlanKey key;
   key.registry = registry_version();
   key.first_backward_op = grads.first_backward_op;
-  key.dtype = call.input.dtype();
-  key.device = call.input.device();
-  if (const RecipePtr& recipe = call.autocast.active()) {
+  key.dtype = dtype;
+  key.device = device;
+  if (const RecipePtr& recipe = autocast.active()) {
     key.recipe = recipe->key();
-    key.calibrating = !call.autocast.enabled;
+    key.calibrating = !autocast.enabled;
   }
   return key;
+}
+
+std::shared_ptr<const Plan> OperationFuser::plan_traced(const ValueMeta& input,
+                                                        const AutocastState& autocast,
+                                                        const GradPlan& grads) {
+  return plan_for(key_for(input.dtype, input.device, autocast, grads), autocast.active(), true);
 }
 
 void OperationFuser::remember(const Call& call, const std::shared_ptr<const Plan>& plan,

@@ -91,6 +91,10 @@ class OperationFuser {
   at::Device device_of(const Call& call) const;
   /// A call with the operations' own parameters and no inputs yet.
   Call collect() const;
+  /// The plan of a call that is traced, not made: with such an input, in this low-precision
+  /// context.
+  std::shared_ptr<const Plan> plan_traced(const ValueMeta& input, const AutocastState& autocast,
+                                          const GradPlan& grads);
 
  private:
   struct PlanKey {
@@ -108,7 +112,11 @@ class OperationFuser {
     bool checked = false;  // for what is strictly wanted
   };
 
-  PlanKey key_for(const Call& call, const GradPlan& grads) const;
+  PlanKey key_for(at::ScalarType dtype, at::Device device, const AutocastState& autocast,
+                  const GradPlan& grads) const;
+  PlanKey key_for(const Call& call, const GradPlan& grads) const {
+    return key_for(call.input.dtype(), call.input.device(), call.autocast, grads);
+  }
   /// `to_run`: it must hold what is strictly wanted, and becomes the last plan.
   std::shared_ptr<const Plan> plan_for(const PlanKey& key, const RecipePtr& recipe, bool to_run);
   void check_call(const Call& call) const;

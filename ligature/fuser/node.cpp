@@ -1,8 +1,6 @@
 #include "ligature/fuser/node.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/add.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -12,7 +10,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "ligature/fuser/builtin_scope.h"
+#include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/fuser/node_ptr.h"
 
 namespace ligature {
@@ -94,54 +92,9 @@ void FuserNode::remember_extra_outputs(const std::vector<std::vector<Tensor>>& e
   }
 }
 
-void FuserNode::fill_in_zeros(const PlanStep& step, std::vector<std::vector<Tensor>>& grads) const {
-  for (size_t op = step.first; op < step.first + step.count; ++op) {
-    for (size_t j = 0; j < grads[op].size(); ++j) {
-      if (grads[op][j].defined()) continue;
-      const ValueMeta& meta = extra_outputs_[op][j];
-      grads[op][j] = at::zeros(meta.sizes, at::TensorOptions(meta.dtype).device(meta.device));
-    }
-  }
-}
-
 void FuserNode::release_variables() {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto& variable : saved_) variable.reset_data();
-}
-
-FuserNode::Need FuserNode::what_is_needed() const {
-  const size_t n = contexts_->size();
-  Need need{n, std::vector<GradFlags>(n)};
-  const size_t extra_edges = 1 + param_offsets_.back();
-  for (size_t op = n; op-- > 0;) {
-    const GradFlags& wanted = (*contexts_)[op].requires_grad;
-    GradFlags& flags = need.flags[op];
-    if (!wanted.op) continue;
-    for (size_t j = 0; j < param_offsets_[op + 1] - param_offsets_[op]; ++j) {
-      if (wanted.param(j) && task_should_compute_output(1 + param_offsets_[op] + j)) {
-        flags.params |= uint64_t{1} << j;
-      }
-    }
-    const auto& inputs = plan_->wiring->inputs[op];
-    for (size_t j = 0; j < inputs.size(); ++j) {
-      const bool from_channel = inputs[j].caller == Wiring::kNone;
-      if (wanted.extra_input(j) &&
-          (from_channel || task_should_compute_output(extra_edges + inputs[j].caller))) {
-        flags.extra_inputs |= uint64_t{1} << j;
-        if (!from_channel) need.lowest_op = op;
-      }
-    }
-    if (flags.params != 0) need.lowest_op = op;
-  }
-  if (n > 0 && (*contexts_)[0].requires_grad.input && task_should_compute_output(0)) {
-    need.lowest_op = 0;
-    need.flags[0].input = true;
-  }
-  for (size_t op = need.lowest_op; op < n; ++op) {
-    need.flags[op].op = true;
-    if (op > need.lowest_op) need.flags[op].input = true;
-  }
-  return need;
 }
 
 bool FuserNode::let_go(const OperationContext& ctx, size_t i, bool& internal) {
@@ -153,6 +106,7 @@ bool FuserNode::let_go(const OperationContext& ctx, size_t i, bool& internal) {
     if (last_user_[k] < op) return false;
   }
   for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
+    cuda::hold_memory(unpacked_[k]);
     unpacked_[k].reset();
     saved_[k].reset_data();
   }
@@ -167,7 +121,10 @@ void FuserNode::unpack(size_t op) {
   if (autocast_.session != nullptr && !slots_[op].empty()) recompute.emplace(autocast_);
   for (const Slot& slot : slots_[op]) {
     for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
-      if (!unpacked_[k].defined()) unpacked_[k] = saved_[k].unpack(getptr());
+      if (unpacked_[k].defined()) continue;
+      std::optional<cuda::LaunchPause> launched;
+      if (saved_[k].has_hooks()) launched.emplace();
+      unpacked_[k] = saved_[k].unpack(getptr());
     }
     if (slot.first == Wiring::kNone) {
       values.emplace_back();
@@ -181,18 +138,21 @@ void FuserNode::unpack(size_t op) {
   (*contexts_)[op].save_for_backward(std::move(values));
 }
 
+void FuserNode::used(size_t first, size_t end) {
+  for (size_t k = 0; k < saved_.size(); ++k) {
+    if (last_user_[k] < first || last_user_[k] >= end) continue;
+    cuda::hold_memory(unpacked_[k]);
+    unpacked_[k].reset();
+    if (!keep_graph_) saved_[k].reset_data();
+  }
+}
+
 variable_list FuserNode::backward(variable_list& grads) {
   const Plan& plan = *plan_;
-  const size_t n = contexts_->size();
-  const Need need = what_is_needed();
-  const size_t extra_edges = 1 + param_offsets_.back();
-  variable_list result(extra_edges + plan.wiring->caller_inputs.size());
-
+  const BackwardNeed need = BackwardNeed::of(plan, *contexts_, param_offsets_, [this](size_t edge) {
+    return task_should_compute_output(edge);
+  });
   Value dy;
-  std::vector<std::vector<Tensor>> grad_extra_outputs(n);
-  for (size_t op = 0; op < n; ++op) {
-    grad_extra_outputs[op].resize(plan.wiring->outputs[op].size());
-  }
   std::vector<Tensor> caller_grads(plan.wiring->caller_outputs.size());
   for (size_t k = 0; k < outputs_.size(); ++k) {
     if (outputs_[k] != kMainOutput) {
@@ -201,13 +161,6 @@ variable_list FuserNode::backward(variable_list& grads) {
       dy = grads[k].defined() ? std::move(grads[k]) : input_metadata(k).zeros_like();
     }
   }
-  for (size_t op = 0; op < n; ++op) {
-    for (size_t j = 0; j < plan.wiring->outputs[op].size(); ++j) {
-      const size_t caller = plan.wiring->outputs[op][j].caller;
-      if (caller != Wiring::kNone) grad_extra_outputs[op][j] = std::move(caller_grads[caller]);
-    }
-  }
-
   std::shared_ptr<DelayedSession> session;
   if (plan.options.recipe != nullptr) session = backward_session(autocast_.reduce_amax);
   std::optional<DelayedSourceScope> delayed;
@@ -215,101 +168,18 @@ variable_list FuserNode::backward(variable_list& grads) {
   keep_graph_ = torch::autograd::get_current_graph_task_id() < 0 ||
                 torch::autograd::get_current_graph_task_keep_graph();
   unpacked_.resize(saved_.size());
-  const std::vector<GradFlags> flags_of_forward = [&] {
-    std::vector<GradFlags> flags;
-    for (const auto& ctx : *contexts_) flags.push_back(ctx.requires_grad);
-    return flags;
-  }();
-  // The contexts serve every backward of this graph: what this one narrows is put back.
-  struct Restore {
-    Contexts& contexts;
-    const std::vector<GradFlags>& flags;
+  struct Clear {
     std::vector<Tensor>& unpacked;
-    ~Restore() {
-      for (size_t op = 0; op < contexts.size(); ++op) {
-        contexts[op].requires_grad = flags[op];
-        contexts[op].save_for_backward({});
-      }
-      contexts.owner = nullptr;
-      unpacked.clear();
-    }
-  } restore{*contexts_, flags_of_forward, unpacked_};
-
-  c10::SmallVector<OperationContext*, 8> ctxs;
-  for (size_t s = plan.backward.size(); s-- > 0;) {
-    const PlanStep& step = plan.backward[s];
-    const size_t end = step.first + step.count;
-    if (end <= need.lowest_op) break;
-    ctxs.clear();
-    for (size_t op = step.first; op < end; ++op) {
-      (*contexts_)[op].requires_grad = need.flags[op];
-      unpack(op);
-      ctxs.push_back(&(*contexts_)[op]);
-    }
-    if (step.op->is_guest()) fill_in_zeros(step, grad_extra_outputs);
-    contexts_->owner = step.op->takes_saved() && !step.op->is_guest() ? this : nullptr;
-    std::optional<kernels::KernelLog> log;
-    if (trace_ != nullptr) log.emplace(trace_->device);
-    FuserBackwardResult step_result = [&] {
-      StepScope scope(*step.op);
-      return step.op->fuser_backward(
-          ctxs, dy,
-          at::ArrayRef<std::vector<Tensor>>(grad_extra_outputs).slice(step.first, step.count));
-    }();
-    if (log) {
-      TracedStep traced{
-          true, log->take(), TracedValue::of(dy), TracedValue::of(step_result.grad_input), {}};
-      log.reset();
-      if (step.op->is_guest()) traced.kernels = {{step.op->name(), "python", {}}};
-      std::lock_guard<std::mutex> lock(trace_->mutex);
-      trace_->backward[s] = std::move(traced);
-    }
-    LIGATURE_CHECK_STATE(step_result.grad_params.size() == step.count &&
-                             step_result.grad_extra_inputs.size() == step.count,
-                         "[", step.op->label(), "] its backward must return gradients for each of ",
-                         step.count, " basic operations, got ", step_result.grad_params.size(),
-                         " lists for parameters and ", step_result.grad_extra_inputs.size(),
-                         " for extra inputs");
-    for (size_t k = 0; k < step.count; ++k) {
-      const size_t op = step.first + k;
-      const size_t num_params = param_offsets_[op + 1] - param_offsets_[op];
-      auto& grad_params = step_result.grad_params[k];
-      const bool may_omit = !step.op->is_guest();
-      LIGATURE_CHECK_STATE(grad_params.size() == num_params || (may_omit && grad_params.empty()),
-                           "[", plan.basic_ops[op]->label(), "] its backward must return ",
-                           num_params, " parameter gradients, got ", grad_params.size());
-      for (size_t j = 0; j < grad_params.size(); ++j) {
-        if (need.flags[op].param(j)) result[1 + param_offsets_[op] + j] = std::move(grad_params[j]);
-      }
-      const auto& inputs = plan.wiring->inputs[op];
-      auto& grad_extra = step_result.grad_extra_inputs[k];
-      LIGATURE_CHECK_STATE(
-          grad_extra.size() == inputs.size() ||
-              ((may_omit || step.op->handles_internal_channels()) && grad_extra.empty()),
-          "[", plan.basic_ops[op]->label(), "] its backward must return ", inputs.size(),
-          " extra input gradients, got ", grad_extra.size());
-      for (size_t j = 0; j < grad_extra.size(); ++j) {
-        if (!need.flags[op].extra_input(j) || !grad_extra[j].defined()) continue;
-        if (inputs[j].caller != Wiring::kNone) {
-          result[extra_edges + inputs[j].caller] = std::move(grad_extra[j]);
-        } else {
-          Tensor& sum = grad_extra_outputs[inputs[j].producer][inputs[j].output];
-          sum = sum.defined() ? at::add(sum, grad_extra[j]) : std::move(grad_extra[j]);
-        }
-      }
-      grad_extra_outputs[op].clear();
-      (*contexts_)[op].save_for_backward({});
-    }
-    dy = std::move(step_result.grad_input);
-    for (size_t k = 0; k < saved_.size(); ++k) {
-      if (last_user_[k] < step.first || last_user_[k] >= end) continue;
-      unpacked_[k].reset();
-      if (!keep_graph_) saved_[k].reset_data();
-    }
-  }
-  if (need.lowest_op == 0 && n > 0 && need.flags[0].input) {
-    result[0] = dy.is_quantized() ? wrap_quantized(dy.quantized()) : dy.tensor();
-  }
+    ~Clear() { unpacked.clear(); }
+  } clear{unpacked_};
+  // Whoever gives gradients away may have let go of them.
+  cuda::LaunchScope launches(dy.is_quantized() ? Tensor() : dy.tensor());
+  if (!dy.is_quantized()) cuda::hold_memory(dy.tensor());
+  for (const Tensor& grad : caller_grads) cuda::hold_memory(grad);
+  variable_list result =
+      run_backward({plan, *contexts_, param_offsets_, extra_outputs_, *this, this, trace_}, need,
+                   std::move(dy), std::move(caller_grads));
+  launches.finish();
   return result;
 }
 

@@ -8,13 +8,14 @@
 #include <string>
 #include <vector>
 
+#include "ligature/fuser/backward_run.h"
 #include "ligature/fuser/plan.h"
 #include "ligature/fuser/trace.h"
 #include "ligature/quantization/autocast.h"
 
 namespace ligature {
 
-class FuserNode : public torch::autograd::Node, private SavedOwner {
+class FuserNode : public torch::autograd::Node, private SavedValues, private SavedOwner {
  public:
   FuserNode(std::shared_ptr<const Plan> plan, std::shared_ptr<Contexts> contexts,
             std::vector<size_t> param_offsets, AutocastState autocast,
@@ -50,15 +51,10 @@ class FuserNode : public torch::autograd::Node, private SavedOwner {
     size_t first = Wiring::kNone;  // none: an undefined value
     size_t count = 0;
   };
-  struct Need {
-    size_t lowest_op = 0;  // nothing before it is asked for
-    std::vector<GradFlags> flags;
-  };
 
   torch::autograd::variable_list backward(torch::autograd::variable_list& grads);
-  Need what_is_needed() const;
-  void fill_in_zeros(const PlanStep& step, std::vector<std::vector<Tensor>>& grads) const;
-  void unpack(size_t op);
+  void unpack(size_t op) override;
+  void used(size_t first, size_t end) override;
   size_t save_tensor(const Tensor& tensor, const std::vector<Tensor>& outputs, size_t op);
   void note_internal();
   bool let_go(const OperationContext& ctx, size_t i, bool& internal) override;

@@ -69,6 +69,10 @@ at::DeviceType device_behind(const Tensor& x) {
   return x.is_meta() && current_log != nullptr ? current_log->device_ : x.device().type();
 }
 
+at::Device device_behind(at::Device device) {
+  return device.is_meta() && current_log != nullptr ? at::Device(current_log->device_) : device;
+}
+
 KernelLog::KernelLog(at::DeviceType device) : device_(device), outer_(current_log) {
   current_log = this;
   callback_ = at::addThreadLocalCallback(

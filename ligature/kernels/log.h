@@ -26,6 +26,7 @@ const char* backend_name(at::DeviceType device, at::ScalarType dtype = at::kFloa
 
 /// Where a tensor is, or what one without memory stands for while a log is open.
 at::DeviceType device_behind(const Tensor& x);
+at::Device device_behind(at::Device device);
 
 class KernelLog {
  public:
@@ -41,6 +42,7 @@ class KernelLog {
   friend class KernelScope;
   friend struct AtenObserver;
   friend at::DeviceType device_behind(const Tensor& x);
+  friend at::Device device_behind(at::Device device);
 
   at::DeviceType device_;
   std::vector<KernelCall> calls_;

@@ -7,6 +7,8 @@
 
 #include <cmath>
 
+#include "ligature/kernels/activated_linear.h"
+#include "ligature/kernels/bias.h"
 #include "ligature/kernels/gemm.h"
 #include "ligature/ops/prepare.h"
 #include "ligature/quantization/gemm.h"
@@ -227,7 +229,16 @@ LinearBwdArgs BasicLinearImpl::backward_args(const OperationContext& ctx, const 
 LinearGrads BasicLinearImpl::backward(LinearBwdArgs args, const OperationContext& ctx) {
   LinearGrads grads;
   const bool quantized = args.is_quantized();
-  if (args.weight_requires_grad) grads.dw = weight_grad(args, ctx);
+  if (joins_bias_grad(args)) {
+    auto both = kernels::linear_weight_bias_grad(args.dy.tensor(), args.x.tensor());
+    grads.dw = cast(both.dw, args.weight_dtype);
+    grads.dbias = std::move(both.dbias);
+  } else {
+    if (args.bias_requires_grad) {
+      grads.dbias = kernels::bias_backward(args.dy.dequantized(), options.out_features);
+    }
+    if (args.weight_requires_grad) grads.dw = weight_grad(args, ctx);
+  }
   args.x = {};
   if (!args.input_requires_grad) return grads;
   const Tensor add = args.add.defined() ? prepare(args.add, args.compute_dtype) : Tensor();
@@ -239,6 +250,12 @@ LinearGrads BasicLinearImpl::backward(LinearBwdArgs args, const OperationContext
           : kernels::linear_input_grad(args.dy.tensor(), args.w.tensor(), add, args.alpha);
   grads.dx = cast(dx, args.input_dtype);
   return grads;
+}
+
+bool BasicLinearImpl::joins_bias_grad(const LinearBwdArgs& args) const {
+  return args.bias_requires_grad && args.weight_requires_grad && !args.is_quantized() &&
+         !options.accumulate_into_main_grad && args.alpha == 1.0 &&
+         kernels::runs_weight_bias_grad(args.dy.tensor(), args.x.tensor());
 }
 
 Tensor BasicLinearImpl::weight_grad(const LinearBwdArgs& args, const OperationContext& ctx) {

@@ -35,6 +35,7 @@ struct LinearBwdArgs {
   double alpha = 1.0;
   bool input_requires_grad = false;
   bool weight_requires_grad = false;
+  bool bias_requires_grad = false;  ///< of a bias that is added to the output
   at::ScalarType input_dtype = at::kFloat;
   at::ScalarType weight_dtype = at::kFloat;
   at::ScalarType compute_dtype = at::kFloat;
@@ -46,6 +47,7 @@ struct LinearBwdArgs {
 struct LinearGrads {
   Tensor dx;
   Tensor dw;
+  Tensor dbias;  ///< in the compute dtype
 };
 
 struct BasicLinearOptions : ParameterOptions {
@@ -120,6 +122,8 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
 
  private:
   Tensor weight_grad(const LinearBwdArgs& args, const OperationContext& ctx);
+  /// Does one product give the gradients of the weight and of the bias?
+  bool joins_bias_grad(const LinearBwdArgs& args) const;
   void calibrate(const Value& input, const Value& weight, const OpArgs& args) const;
 
   MainGrad main_grad_;

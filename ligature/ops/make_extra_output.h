@@ -32,6 +32,7 @@ class MakeExtraOutputImpl : public Operation<MakeExtraOutputImpl> {
   explicit MakeExtraOutputImpl(Options given = {}) : Operation("MakeExtraOutput"), options(given) {}
 
   size_t num_extra_outputs() const override { return 1; }
+  bool writes_grad_of_extra_output(size_t) const override { return options.in_place; }
   FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override;
   void fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult& result,
                               ArgsList args) override;

@@ -131,7 +131,9 @@ NormBwdArgs NormOperation::backward_args(const OperationContext& ctx, const Valu
 OpBackwardResult NormOperation::backward(const NormBwdArgs& args,
                                          const OperationContext& ctx) const {
   kernels::NormBackward grads;
-  if (args.input_requires_grad || args.weight_requires_grad) {
+  const bool of_parameters = args.weight_requires_grad || args.bias_requires_grad;
+  // Where x is at hand the bias's gradient is the same bits, whichever gradients are asked for.
+  if (args.x.defined() && (args.input_requires_grad || of_parameters)) {
     NormBwdArgs prepared = args;
     if (args.add.defined()) prepared.add = prepare(args.add, args.x.scalar_type());
     grads = backward_kernel(prepared);

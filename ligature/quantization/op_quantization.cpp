@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/backend/cuda/quantize.h"
 #include "ligature/check.h"
 #include "ligature/ops/prepare.h"
@@ -155,6 +156,7 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
   const c10::InferenceMode no_inference(false);
   const Tensor factor = quantizer.delayed_scale();
   QuantizedPtr made = quantizer.quantize(weight, usage);
+  cuda::launch_held();  // another thread may find it here
   weight_ =
       c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(weight.getIntrusivePtr());
   version_ = weight._version();
@@ -172,6 +174,15 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
 void WeightCache::clear() {
   std::lock_guard<std::mutex> lock(mutex_);
   quantized_ = nullptr;
+}
+
+bool WeightCache::keeps(const Tensor& part) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (quantized_ == nullptr || !part.has_storage()) return false;
+  for (const Tensor& own : quantized_->tensors()) {
+    if (own.storage().is_alias_of(part.storage())) return true;
+  }
+  return false;
 }
 
 void OpQuantization::move_to(at::Device device) {

@@ -27,6 +27,8 @@ class WeightCache {
   /// The weight as it was quantized last, or quantized anew when it has changed.
   QuantizedPtr get(const Tensor& weight, const Quantizer& quantizer, Usage usage);
   void clear();
+  /// Is this a part of what it keeps?
+  bool keeps(const Tensor& part);
 
  private:
   bool holds(const Tensor& weight, Usage usage) const;

@@ -11,6 +11,7 @@
 #include "ligature/backend/cuda/gemm.h"
 #include "ligature/backend/cuda/quantize.h"
 #include "ligature/check.h"
+#include "ligature/kernels/log.h"
 #include "ligature/meta.h"
 
 namespace ligature {
@@ -62,7 +63,8 @@ std::string Quantizer::why_not(const at::Tensor& x) const {
   return "";
 }
 
-Usage Quantizer::usage_for(Usage wanted, at::Device device) const {
+Usage Quantizer::usage_for(Usage wanted, at::Device given) const {
+  const at::Device device = kernels::device_behind(given);
   if (!format_.orientations_agree() || (!wanted.rowwise && !wanted.columnwise)) return wanted;
   if (cuda::has_products_of(format_, device)) return wanted;
   return {true, false};
@@ -83,7 +85,9 @@ kernels::QuantizeArgs Quantizer::args(Usage wanted, at::Device device) const {
     bool record = true;
     out.scale =
         delayed_source != nullptr ? delayed_source->scale_of(delayed, record) : delayed->scale;
-    if (record) out.amax = delayed->amax;
+    if (record) {
+      out.amax = delayed_source != nullptr ? delayed_source->amax_of(delayed) : delayed->amax;
+    }
   }
   // A graph draws when it runs, from the device's generator.
   if (format_.stochastic_rounding && !cuda::is_captured(device)) out.seed = random_seed();
@@ -141,7 +145,9 @@ void Quantizer::calibrate(const at::Tensor& x) const {
   if (format_.scaling != Scaling::Delayed || x.is_meta()) return;
   bool record = true;
   if (delayed_source != nullptr) delayed_source->scale_of(delayed, record);
-  if (record) kernels::update_amax(x.is_contiguous() ? x : x.contiguous(), delayed->amax);
+  if (!record) return;
+  at::Tensor amax = delayed_source != nullptr ? delayed_source->amax_of(delayed) : delayed->amax;
+  kernels::update_amax(x.is_contiguous() ? x : x.contiguous(), amax);
 }
 
 std::shared_ptr<Quantizer> make_delayed_quantizer(Element element, int64_t history,

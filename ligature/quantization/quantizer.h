@@ -93,6 +93,8 @@ class DelayedSource {
   virtual ~DelayedSource() = default;
   /// The factor to use now; `record`: whether to note the largest value.
   virtual at::Tensor scale_of(const DelayedScalePtr& delayed, bool& record) = 0;
+  /// Where to note it.
+  virtual at::Tensor amax_of(const DelayedScalePtr& delayed) { return delayed->amax; }
   static DelayedSource* current();
   /// Sets it for this thread and returns the one before.
   static DelayedSource* exchange(DelayedSource* source);

@@ -144,22 +144,43 @@ DelayedBatch& batch_for(std::vector<DelayedBatch>& batches, const DelayedScaling
   return batches.emplace_back(DelayedBatch{options.margin, most_recent, device, {}, {}});
 }
 
+/// As its recipe's functions update it, where `noted` is not below 0.
+void update_one(DelayedScale& tensor, const at::Tensor& noted) {
+  if (!noted.defined()) {
+    tensor.recipe->update(tensor);
+    return;
+  }
+  DelayedScale updated = tensor;
+  updated.amax = tensor.amax.clone();
+  updated.history = tensor.history.clone();
+  updated.graph_scale.reset();
+  tensor.recipe->update(updated);
+  const at::Tensor which = noted.ge(0);
+  tensor.amax.copy_(at::where(which, updated.amax, tensor.amax));
+  tensor.history.copy_(at::where(which, updated.history, tensor.history));
+  tensor.set_scale(at::where(which, updated.scale, tensor.scale));
+}
+
 }  // namespace
 
-void DelayedScaling::update_all(const std::vector<DelayedScale*>& tensors) {
+void DelayedScaling::update_all(const std::vector<DelayedScale*>& tensors,
+                                const at::Tensor& noted) {
   const c10::InferenceMode no_inference(false);
   const at::NoGradGuard no_grad;
   std::vector<DelayedBatch> batches;
-  for (DelayedScale* tensor : tensors) {
+  for (size_t k = 0; k < tensors.size(); ++k) {
+    DelayedScale* tensor = tensors[k];
+    const at::Tensor one =
+        noted.defined() ? noted.narrow(0, static_cast<int64_t>(k), 1) : at::Tensor();
     const DelayedScalingOptions& options = tensor->recipe->options;
     if (!cuda::runs(tensor->amax) || options.amax_function || options.scale_function ||
         !tensor->history.is_contiguous()) {
-      tensor->recipe->update(*tensor);
+      update_one(*tensor, one);
       continue;
     }
     DelayedBatch& batch = batch_for(batches, options, tensor->amax.device());
     batch.states.push_back({tensor->history, tensor->amax, tensor->scale, tensor->max_value,
-                            tensor->graph_scale.defined()});
+                            tensor->graph_scale.defined(), one});
     batch.tensors.push_back(tensor);
   }
   for (const DelayedBatch& batch : batches) {

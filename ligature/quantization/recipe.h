@@ -76,7 +76,8 @@ class DelayedScaling : public Recipe {
   void update(DelayedScale& delayed) const;
   /// The same for the tensors of a step, each by its own recipe; on a GPU in one kernel, except
   /// with functions of the user's.
-  static void update_all(const std::vector<DelayedScale*>& tensors);
+  /// `noted`: undefined, or a number for each of them, below 0 where nothing is to be changed.
+  static void update_all(const std::vector<DelayedScale*>& tensors, const at::Tensor& noted = {});
   const DelayedScalingOptions options;
 };
 

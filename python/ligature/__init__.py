@@ -25,9 +25,9 @@ from ._torch_check import check_torch
 
 check_torch(torch.__version__, torch.__file__)
 
-from . import common, ops, quantization, testing  # noqa: E402
+from . import common, integrations, ops, quantization, testing  # noqa: E402
 from ._C import __version__  # noqa: E402
-from ._config import cmake_prefix_path, show_config  # noqa: E402
+from ._config import cmake_prefix_path, set_launch_graphs, show_config  # noqa: E402
 from .common import recipe  # noqa: E402
 from .explanation import Explanation, PlanDiff, explain, strict  # noqa: E402
 from .graph import make_graphed_callables  # noqa: E402
@@ -83,6 +83,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "integrations",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
@@ -93,6 +94,7 @@ __all__ = [
     "quantization",
     "quantized_model_init",
     "recipe",
+    "set_launch_graphs",
     "show_config",
     "strict",
     "testing",

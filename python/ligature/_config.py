@@ -12,6 +12,16 @@ from ._build import cmake_dir
 cmake_prefix_path = str(Path(__file__).parent / cmake_dir)
 
 
+def set_launch_graphs(enabled: bool) -> None:
+    """Choose whether small pipelines on a GPU launch their kernels together.
+
+    They do unless ``LIGATURE_LAUNCH_GRAPHS=0`` is set: the launches of one direction are held until
+    its end, and go out as one CUDA graph once the same launches with the same memory have been
+    seen. Results are the same bits. Without the CUDA backend there is nothing to choose.
+    """
+    _C.set_launch_graphs(enabled)
+
+
 @overload
 def show_config(mode: Literal["print"] = "print") -> None: ...
 @overload

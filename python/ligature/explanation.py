@@ -127,7 +127,7 @@ def explain(model: torch.nn.Module, *example: Any) -> Explanation:
     It tells what the last call did. With an ``example`` the model is called once first; a
     ``Sequential`` takes shapes too and computes nothing (see ``Sequential.explain``).
     """
-    from .ops.op import FusibleOperation
+    from .ops.fusible import FusibleOperation
     from .ops.sequential import Sequential
 
     if isinstance(model, Sequential):

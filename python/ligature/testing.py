@@ -21,7 +21,7 @@ from . import _C
 from .ops.builtin import default_device
 from .ops.composite import asking_for_composites
 from .ops.fuser import Fusion
-from .ops.op import FusibleOperation
+from .ops.fusible import FusibleOperation
 
 __all__ = ["DTYPES", "Report", "check_fusion", "check_operation"]
 

@@ -2,6 +2,7 @@
 #include "ligature/config.h"
 
 #include "bindings.h"
+#include "ligature/backend/cuda/launch_scope.h"
 
 namespace ligature::python {
 namespace {
@@ -27,8 +28,8 @@ py::dict config_dict() {
       "build"_a = py::dict("type"_a = c.build.type, "compiler"_a = c.build.compiler,
                            "flags"_a = c.build.flags, "cxx_standard"_a = c.build.cxx_standard),
       "torch"_a = py::dict("built"_a = c.torch.built, "running"_a = c.torch.running),
-      "cuda"_a =
-          py::dict("built"_a = c.cuda.built, "torch"_a = c.cuda.torch, "reason"_a = c.cuda.reason),
+      "cuda"_a = py::dict("built"_a = c.cuda.built, "torch"_a = c.cuda.torch,
+                          "reason"_a = c.cuda.reason, "launch_graphs"_a = c.cuda.launch_graphs),
       "cpu"_a = py::dict("avx2"_a = c.cpu.avx2, "avx512"_a = c.cpu.avx512, "torch"_a = c.cpu.torch,
                          "ligature"_a = c.cpu.ligature, "threads"_a = c.cpu.threads),
       "devices"_a = devices, "backends"_a = availability(c.backends),
@@ -40,6 +41,12 @@ py::dict config_dict() {
 void bind_config(py::module_& m) {
   m.def("config", &config_dict);
   m.def("config_text", [] { return config_text(); });
+  m.def("set_launch_graphs", &set_launch_graphs);
+  m.def("launch_counts", [] {
+    const cuda::LaunchCounts counts = cuda::launch_counts();
+    return py::dict("graphs"_a = counts.graphs, "replayed"_a = counts.replayed,
+                    "single"_a = counts.single);
+  });
 }
 
 }  // namespace ligature::python

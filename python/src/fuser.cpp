@@ -6,6 +6,7 @@
 #include "bindings.h"
 #include "guest.h"
 #include "host.h"
+#include "ligature/compile/flat.h"
 
 namespace ligature::python {
 namespace {
@@ -21,8 +22,10 @@ class PythonFuser {
   /// `ops` is kept by the Python object, where the garbage collector sees it, not from here.
   PythonFuser(const py::list& ops, const std::string& recompute, bool fuse, bool use_channels,
               std::vector<std::string> open_channels, std::vector<std::string> strict)
-      : fuser_(prepare(ops), {recompute_from_string(recompute), fuse, use_channels,
-                              std::move(open_channels), std::move(strict)}),
+      : shared_(std::make_shared<OperationFuser>(
+            prepare(ops), FuserOptions{recompute_from_string(recompute), fuse, use_channels,
+                                       std::move(open_channels), std::move(strict)})),
+        fuser_(*shared_),
         kept_(ops) {
     for (const auto& op : fuser_.basic_ops()) sources_.emplace_back(python_of(op), *op);
   }
@@ -111,6 +114,8 @@ class PythonFuser {
   }
 
   OperationFuser& core() { return fuser_; }
+  /// Under which a compiled graph finds it, as long as it lives.
+  int64_t number() const { return compile::register_fuser(shared_); }
 
  private:
   static OpList prepare(const py::list& ops) {
@@ -174,7 +179,8 @@ class PythonFuser {
     return out;
   }
 
-  OperationFuser fuser_;
+  std::shared_ptr<OperationFuser> shared_;
+  OperationFuser& fuser_;
   std::vector<ParameterSource> sources_;
   py::handle kept_;
 };
@@ -225,6 +231,7 @@ void bind_fuser(py::module_& m) {
       .def_property_readonly("_backward_ops", [](const PythonFuser& f) { return f.steps(false); })
       .def_property_readonly("_considered", &PythonFuser::considered)
       .def_property_readonly("_basic_ops", &PythonFuser::basic_ops)
+      .def_property_readonly("_number", &PythonFuser::number)
       .def_property_readonly("_num_basic_ops",
                              [](PythonFuser& f) { return f.core().num_basic_ops(); })
       .def_property_readonly("num_extra_inputs",

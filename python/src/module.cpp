@@ -30,6 +30,7 @@ PYBIND11_MODULE(_C, m) {
   bind_guests(m);
   bind_registry(m);
   bind_fuser(m);
+  bind_compile(m);
   bind_explain(m);
   bind_testing(m);
 }

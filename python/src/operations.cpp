@@ -216,6 +216,8 @@ void bind_operations(py::module_& m) {
       .def_property_readonly("num_extra_inputs", &BasicOperation::num_extra_inputs)
       .def_property_readonly("num_extra_outputs", &BasicOperation::num_extra_outputs)
       .def_property_readonly("parameters", &parameters_of)
+      .def_property_readonly("parameter_names", &BasicOperation::parameter_names)
+      .def_property_readonly("uses_training", &BasicOperation::uses_training)
       .def("options", [](const BasicOperation& op) { return dict_from_state(op.options_state()); })
       .def("get_option",
            [](const BasicOperation& op, const std::string& name) {

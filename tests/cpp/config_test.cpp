@@ -91,10 +91,11 @@ TEST(Config, EveryDeviceIsListedWithTheBackendItGets) {
   for (const auto& d : c.devices) {
     EXPECT_TRUE(named(c.backends, d.backend).available) << d.device;
     const auto calls = called_by(kernels::bias_backward, at::Device(d.device));
-    ASSERT_FALSE(calls.empty());
     EXPECT_EQ(calls.count("aten::sum") == 1, d.backend == "aten") << d.device;
   }
-  EXPECT_EQ(called_by(aten::bias_backward, at::kCPU).count("aten::sum"), 1);  // it would be seen
+  for (const auto& d : c.devices) {  // it would be seen
+    EXPECT_EQ(called_by(aten::bias_backward, at::Device(d.device)).count("aten::sum"), 1);
+  }
 }
 
 TEST(Config, CudaIsExplained) {

@@ -140,20 +140,6 @@ TEST(CudaActivationTest, GradientInAnotherDtype) {
                tolerance_of_sum(at::kBFloat16, 30));
 }
 
-TEST(CudaActivationTest, MoreThanTwoToThe31Elements) {
-  SKIP_WITHOUT_GPU();
-  const int64_t rows = 70000, n = 16384;  // x has 2.3 * 10^9
-  const Tensor x = at::zeros({rows, 2 * n}, at::TensorOptions(at::kBFloat16).device(kGpu));
-  x.narrow(0, rows - 1, 1).fill_(1.0);
-  const ActivationSpec spec{ActivationKind::ReGLU};
-  const Tensor y = kernels::activation_forward(x, spec);
-  EXPECT_EQ(y.narrow(0, rows - 1, 1).sum(at::kDouble).item<double>(), n);
-  EXPECT_EQ(y.narrow(0, 0, rows - 1).count_nonzero().item<int64_t>(), 0);
-  const auto g = kernels::activation_backward(y, x, spec, {}, false, true);
-  EXPECT_EQ(g.dx.narrow(0, rows - 1, 1).sum(at::kDouble).item<double>(), 2 * n);
-  EXPECT_EQ(g.dbias.sum(at::kDouble).item<double>(), 2 * n);
-}
-
 TEST(CudaBiasTest, EverySize) {
   SKIP_WITHOUT_GPU();
   for (const at::ScalarType dtype : cuda_dtypes()) {

@@ -177,6 +177,7 @@ TEST_F(CudaGatedLinear, NaNAndInfinityStayInTheirRow) {
 }
 
 TEST_F(CudaGatedLinear, MoreThanTwoToThe31Elements) {
+  const LargeMemory alone;
   const int64_t rows = 70000, units = 16384, k = 64, few = 200;
   const Tensor x = exact({rows, k}), w = exact({2 * units, k}, 2);
   const Tensor last = x.narrow(0, rows - few, few).contiguous();

@@ -143,30 +143,6 @@ TEST_F(CudaGemm, NothingToMultiply) {
   }
 }
 
-TEST_F(CudaGemm, Epilogues) {
-  for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
-    const Tensor x = random({70, 64}, dtype), w = random({48, 64}, dtype);
-    const Tensor bias = random({48}, dtype), dy = random({70, 48}, dtype);
-    const Tensor z = reference(x).mm(reference(w).t()) + reference(bias);
-    for (const bool aux : {false, true}) {
-      const auto gelu = cuda::linear_forward_gelu(x, w, bias, aux);
-      expect_near(gelu.y, at::gelu(z, "tanh"), dtype, 64, "gelu");
-      if (aux) expect_near(gelu.aux, z, dtype, 64, "gelu's input");
-      const auto relu = cuda::linear_forward_relu(x, w, bias, aux);
-      expect_near(relu.y, at::relu(z), dtype, 64, "relu");
-      if (!aux) continue;
-      const Tensor bytes = relu.aux.cpu().to(at::kInt).unsqueeze(2);
-      const Tensor bits =
-          at::bitwise_right_shift(bytes, at::arange(8, at::kInt)).bitwise_and(1).reshape({70, -1});
-      const Tensor mask = bits.narrow(1, 0, 48).to(at::kBool);
-      EXPECT_TRUE(at::equal(mask, relu.y.cpu() > 0)) << "relu's mask";
-    }
-    const auto grads = cuda::linear_weight_bias_grad(dy, x);
-    expect_near(grads.dw, reference(dy).t().mm(reference(x)), dtype, 70, "dw");
-    expect_near(grads.dbias, reference(dy).sum(0), dtype, 70, "dbias");
-  }
-}
-
 struct NamedRecipe {
   const char* name;
   RecipePtr recipe;

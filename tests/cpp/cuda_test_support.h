@@ -1,10 +1,16 @@
-// What the tests of the CUDA kernels share: sizes that take every path, and inputs that do not
-// begin where vectors of 16 bytes may.
+// What the tests of the CUDA kernels share: sizes that take every path, inputs that do not begin
+// where vectors of 16 bytes may, and the turn of a test that needs much of the GPU's memory.
 #pragma once
 
+#include <ATen/DeviceAccelerator.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
+#include <filesystem>
+#include <string>
 #include <vector>
 
 #include "kernel_test_support.h"
@@ -43,3 +49,27 @@ inline at::Tensor gpu_random(at::IntArrayRef shape, at::ScalarType dtype, bool a
       at::randn(shape, at::TensorOptions(at::kFloat).device(kGpu)).to(dtype).contiguous();
   return aligned ? t : unaligned(t);
 }
+
+/// While it lives, no other process on this machine has one, nor the fixture of the Python tests
+/// that takes the same lock: what needs many GB of the GPU runs alone. Torch's cache is emptied
+/// before and after.
+class LargeMemory {
+ public:
+  LargeMemory() {
+    const std::string path = std::filesystem::temp_directory_path() / "ligature-large-tests.lock";
+    // A file of another user in a shared folder may be opened, but not with O_CREAT.
+    file_ = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (file_ < 0) file_ = open(path.c_str(), O_RDONLY | O_CREAT | O_CLOEXEC, 0644);
+    if (file_ < 0 || flock(file_, LOCK_EX) != 0) ADD_FAILURE() << "cannot lock " << path;
+    at::accelerator::emptyCache();
+  }
+  ~LargeMemory() {
+    at::accelerator::emptyCache();
+    if (file_ >= 0) close(file_);
+  }
+  LargeMemory(const LargeMemory&) = delete;
+  LargeMemory& operator=(const LargeMemory&) = delete;
+
+ private:
+  int file_;
+};

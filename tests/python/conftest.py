@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -25,3 +29,22 @@ def _same_start() -> Iterator[None]:
     assert torch.get_default_dtype() is torch.float32
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.fixture
+def _large_memory() -> Iterator[None]:
+    """For a test that needs many GB of the GPU: no other on this machine runs meanwhile, and none
+    of the C++ tests that take the same lock. Nothing is left in torch's cache."""
+    path = os.path.join(tempfile.gettempdir(), "ligature-large-tests.lock")
+    try:
+        file = os.open(path, os.O_RDONLY)  # another user's may be opened, but not with O_CREAT
+    except FileNotFoundError:
+        file = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
+    finally:
+        os.close(file)

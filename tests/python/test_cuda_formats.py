@@ -222,6 +222,7 @@ def test_hadamard_is_undone() -> None:
             )
 
 
+@pytest.mark.usefixtures("_large_memory")
 @pytest.mark.parametrize("name", ["delayed e4m3", "1x128", "mx e4m3"])
 def test_more_than_two_to_the_31_elements(name: str) -> None:
     rows, columns = 2**16 + 1, 2**15

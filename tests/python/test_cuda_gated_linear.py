@@ -12,7 +12,13 @@ pytestmark = pytest.mark.skipif(
     reason="needs a Hopper GPU",
 )
 
-T, H, F = 2048, 2048, 16384
+
+@pytest.fixture(autouse=True)
+def device() -> str:
+    return "cuda"
+
+
+T, H, F = 4096, 2048, 16384
 
 
 def make(kind: str, recompute: str) -> te.ops.Sequential:

@@ -129,6 +129,7 @@ def test_submodules_of_the_package() -> None:
         "BackwardAddRMSNorm",
         "BackwardLinearActivation",
         "BackwardLinearAdd",
+        "BackwardLinearBias",
         "BackwardLinearScale",
     ]:
         assert issubclass(getattr(ligature.ops.fused, name), te.ops.FusedOperation)

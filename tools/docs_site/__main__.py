@@ -32,7 +32,7 @@ GUIDE = [
     "explain",
     "testing",
 ]
-GUIDE += ["from_te_ops", "cpp_guide"]
+GUIDE += ["from_te_ops", "integrations", "cpp_guide"]
 PROJECT = ["architecture", "performance", "examples", "CONTRIBUTING", "CHANGELOG"]
 TITLES = {"README": "Overview", "CHANGELOG": "Changes", "install": "Install"}
 TITLES |= {"performance": "Performance"}

@@ -34,8 +34,7 @@ void forward_into(Tensor& y, const Tensor& x, const ActivationSpec& spec, const 
   args.type = type_of(x);
   if (scales.defined()) args.scales_type = type_of(scales);
   args.params = params_of(spec);
-  launch_activation_forward(args, stream_of(x));
-  check_launch(name);
+  launch<&launch_activation_forward>(name, stream_of(x), args);
 }
 
 /// dx in the dtype of `x`, which dy shares, and the sums.
@@ -69,18 +68,17 @@ ActivationBackward backward(const Tensor& dy, const Tensor& x, const ActivationS
     args.dscales_partials = static_cast<float*>(dscales_partials.data_ptr());
     if (x.numel() == 0) result.dscales.zero_();
   }
-  launch_activation_backward(args, grid, stream);
-  check_launch("activation_backward");
+  launch<&launch_activation_backward>("activation_backward", stream, args, grid);
   if (need_dbias) {
-    launch_sum_partials({args.dbias_partials, result.dbias.mutable_data_ptr(), args.type}, {},
-                        grid.down, x.size(-1), stream);
-    check_launch("activation_backward: dbias");
+    const PartialSums dbias{args.dbias_partials, result.dbias.mutable_data_ptr(), args.type};
+    launch<&launch_sum_partials>("activation_backward: dbias", stream, dbias, PartialSums{},
+                                 grid.down, x.size(-1));
   }
   if (need_dscales) {
-    launch_sum_row_partials(
-        {args.dscales_partials, result.dscales.mutable_data_ptr(), args.scales_type}, matrix.rows,
-        grid.warps_across, stream);
-    check_launch("activation_backward: dscales");
+    const PartialSums dscales{args.dscales_partials, result.dscales.mutable_data_ptr(),
+                              args.scales_type};
+    launch<&launch_sum_row_partials>("activation_backward: dscales", stream, dscales, matrix.rows,
+                                     grid.warps_across);
   }
   return result;
 }

@@ -2,9 +2,6 @@
 // are made float32; the kernels read one type.
 #include "ligature/backend/cuda/activation_recompute.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-
 #include "ligature/backend/cuda/activation.h"
 #include "ligature/backend/cuda/activation_recompute_launch.h"
 #include "ligature/backend/cuda/launch.h"
@@ -24,8 +21,8 @@ ActivationRecompute activation_recompute(const Tensor& dy_, const Tensor& x_,
   if (gated) shape.back() /= 2;
 
   ActivationRecompute result;
-  result.y = over_dy ? dy.view(shape) : at::empty(shape, x.options());
-  result.dx = over_x ? x : at::empty_like(x);
+  result.y = over_dy ? dy.view(shape) : empty_on(shape, x.scalar_type(), x.device());
+  result.dx = over_x ? x : empty_as(x);
   ActivationRecomputeArgs args;
   args.columns = shape.back();
   // Where rows mean nothing they are cut so that a block fits across.
@@ -42,17 +39,16 @@ ActivationRecompute activation_recompute(const Tensor& dy_, const Tensor& x_,
   const Stream stream = stream_of(x);
   Tensor partials;
   if (need_dbias) {
-    result.dbias = at::empty({x.size(-1)}, x.options());
-    partials = at::empty({grid.down, x.size(-1)}, x.options().dtype(at::kFloat));
+    result.dbias = empty_on({x.size(-1)}, x.scalar_type(), x.device());
+    partials = empty_on({grid.down, x.size(-1)}, at::kFloat, x.device());
     args.dbias_partials = static_cast<float*>(partials.data_ptr());
   }
-  (gated ? launch_activation_recompute_gated : launch_activation_recompute_plain)(args, grid,
-                                                                                  stream);
-  check_launch("activation_recompute");
+  gated ? launch<&launch_activation_recompute_gated>("activation_recompute", stream, args, grid)
+        : launch<&launch_activation_recompute_plain>("activation_recompute", stream, args, grid);
   if (need_dbias) {
-    launch_sum_partials({args.dbias_partials, result.dbias.mutable_data_ptr(), args.type}, {},
-                        grid.down, x.size(-1), stream);
-    check_launch("activation_recompute: dbias");
+    const PartialSums dbias{args.dbias_partials, result.dbias.mutable_data_ptr(), args.type};
+    launch<&launch_sum_partials>("activation_recompute: dbias", stream, dbias, PartialSums{},
+                                 grid.down, x.size(-1));
   }
   result.y = cast(result.y, x_.scalar_type());
   result.dx = cast(result.dx, x_.scalar_type());

@@ -28,8 +28,7 @@ Tensor bias_forward(const Tensor& x_, const Tensor& b_) {
   args.b = b.const_data_ptr();
   args.b_type = type_of(b);
   args.y = y.mutable_data_ptr();
-  launch_bias_forward(args, stream_of(x));
-  check_launch("bias_forward");
+  launch<&launch_bias_forward>("bias_forward", stream_of(x), args);
   return y;
 }
 
@@ -42,11 +41,10 @@ Tensor bias_backward(const Tensor& dy_, int64_t features) {
   Tensor db = empty_on({features}, dy.scalar_type(), dy.device());
   const Tensor partials = empty_on({grid.down, features}, at::kFloat, dy.device());
   args.partials = static_cast<float*>(partials.data_ptr());
-  launch_bias_backward(args, grid, stream);
-  check_launch("bias_backward");
-  launch_sum_partials({args.partials, db.mutable_data_ptr(), args.type}, {}, grid.down, features,
-                      stream);
-  check_launch("bias_backward: sum");
+  launch<&launch_bias_backward>("bias_backward", stream, args, grid);
+  const PartialSums sums{args.partials, db.mutable_data_ptr(), args.type};
+  launch<&launch_sum_partials>("bias_backward: sum", stream, sums, PartialSums{}, grid.down,
+                               features);
   return db;
 }
 

@@ -28,9 +28,9 @@ DropoutForward dropout_forward(const Tensor& x_, double p) {
   DropoutForward result;
   result.y = empty_as(x);
   result.mask = empty_on(x.sizes(), at::kBool, x.device());
-  launch_dropout_forward(args_of(x, result.y, result.mask, p), draw(x.device(), kDropoutDraws),
-                         stream_of(x));
-  check_launch("dropout_forward");
+  launch<&launch_dropout_forward>("dropout_forward", stream_of(x),
+                                  args_of(x, result.y, result.mask, p),
+                                  draw(x.device(), kDropoutDraws));
   return result;
 }
 
@@ -38,8 +38,7 @@ Tensor dropout_backward(const Tensor& dy_, const Tensor& mask_, double p) {
   const DeviceGuard guard(dy_.device());
   const Tensor dy = dy_.contiguous(), mask = mask_.contiguous();
   Tensor dx = empty_as(dy);
-  launch_dropout_backward(args_of(dy, dx, mask, p), stream_of(dy));
-  check_launch("dropout_backward");
+  launch<&launch_dropout_backward>("dropout_backward", stream_of(dy), args_of(dy, dx, mask, p));
   return dx;
 }
 

@@ -49,11 +49,6 @@ Tensor empty_rows(const Tensor& x, int64_t columns) {
   return empty_on(shape, x.scalar_type(), x.device());
 }
 
-void check_launched(bool launched, const char* name) {
-  LIGATURE_CHECK_STATE(launched, "[", name, "] the driver refused to describe the operands");
-  check_launch(name);
-}
-
 }  // namespace
 
 bool has_gated_linear(const ActivationSpec& spec, at::ScalarType dtype, at::Device device) {
@@ -91,7 +86,7 @@ GatedForward linear_gated_forward(const Tensor& x, const Tensor& w, const Activa
   GatedLinearArgs args = args_of(x, w, spec, false);
   args.out = result.z.mutable_data_ptr();
   args.activated = result.a.mutable_data_ptr();
-  check_launched(launch_gated_forward(args, sm_count(x), stream_of(x)), "linear_gated_forward");
+  launch<&launch_gated_forward>("linear_gated_forward", stream_of(x), args, sm_count(x));
   return result;
 }
 
@@ -111,7 +106,7 @@ GatedBackward linear_gated_backward(const Tensor& dy, const Tensor& w, const Ten
   args.z = z.const_data_ptr();
   args.out = result.dz.mutable_data_ptr();
   args.activated = mutable_data_of(result.a);
-  check_launched(launch_gated_backward(args, sm_count(dy), stream_of(dy)), "linear_gated_backward");
+  launch<&launch_gated_backward>("linear_gated_backward", stream_of(dy), args, sm_count(dy));
   return result;
 }
 

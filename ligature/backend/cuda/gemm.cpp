@@ -67,10 +67,10 @@ Tensor set_coefficients(Gemm& gemm, const ProductTerms& terms, float beta, Strea
   const Tensor& known = terms.a_factor.defined() ? terms.a_factor : terms.b_factor;
   if (!known.defined()) return {};
   Tensor held = empty_on({2}, at::kFloat, known.device());
-  launch_coefficients(held.mutable_data_ptr<float>(), terms.alpha, beta,
-                      static_cast<const float*>(data_of(terms.a_factor)),
-                      static_cast<const float*>(data_of(terms.b_factor)), stream);
-  check_launch("gemm coefficients");
+  launch<&launch_coefficients>("gemm coefficients", stream, held.mutable_data_ptr<float>(),
+                               terms.alpha, beta,
+                               static_cast<const float*>(data_of(terms.a_factor)),
+                               static_cast<const float*>(data_of(terms.b_factor)));
   gemm.coefficients = held.const_data_ptr<float>();
   return held;
 }
@@ -100,18 +100,10 @@ Tensor empty_rows(const Tensor& x, int64_t columns) {
   return empty_on(shape, x.scalar_type(), x.device());
 }
 
-/// What the product's epilogue does besides.
-struct Extra {
-  Epilogue epilogue = Epilogue::None;
-  Tensor aux;
-  int64_t ld_aux = 0;
-  Tensor bias_gradient;
-};
-
 /// d = factors * a b + bias + c. `c`: undefined, another tensor of d's shape, or d itself. d is
 /// row-major; a product of a's and b's dtype with such a result exists.
 void multiply(const Tensor& d, const Side& a, const Side& b, const Tensor& c,
-              const ProductTerms& terms, const Extra& extra = {}) {
+              const ProductTerms& terms) {
   if (d.numel() == 0) return;
   Tensor keep_a, keep_b, keep_c, keep_bias;
   const Matrix am = matrix_of(a.tensor, keep_a), bm = matrix_of(b.tensor, keep_b);
@@ -149,16 +141,9 @@ void multiply(const Tensor& d, const Side& a, const Side& b, const Tensor& c,
     gemm.bias = const_cast<void*>(keep_bias.const_data_ptr());
     gemm.bias_type = gemm_type(keep_bias.scalar_type());
   }
-  gemm.epilogue = extra.epilogue;
-  gemm.aux = mutable_data_of(extra.aux);
-  gemm.ld_aux = extra.ld_aux;
-  if (extra.bias_gradient.defined()) {
-    gemm.bias = extra.bias_gradient.mutable_data_ptr();
-    gemm.bias_type = gemm_type(extra.bias_gradient.scalar_type());
-  }
   gemm.tf32 = operands == GemmType::Float32 && at::globalContext().allowTF32CuBLAS();
   const Tensor held = set_coefficients(gemm, terms, c.defined() ? 1.0F : 0.0F, stream);
-  run_gemm(gemm, d.get_device(), stream);
+  launch<&run_gemm>("gemm", stream, gemm, static_cast<int>(d.get_device()));
 }
 
 ProductTerms alpha_only(double alpha) {
@@ -228,63 +213,6 @@ void linear_weight_grad_into(Tensor& out, const Tensor& dy, const Tensor& x, boo
                              double alpha) {
   const DeviceGuard guard(dy.device());
   multiply_into(out, {dy, true}, {x}, accumulate, alpha_only(alpha));
-}
-
-namespace {
-
-ActivatedProduct activated(const Tensor& x, const Tensor& w, const Tensor& bias, Extra extra) {
-  LIGATURE_CHECK(x.dim() == 2 && x.numel() > 0 && w.numel() > 0,
-                 "[linear_forward_activation] wanted a matrix that is not empty, got ", x.sizes());
-  ProductTerms terms;
-  terms.bias = bias;
-  Tensor y = empty_rows(x, w.size(0));
-  multiply(y, {x}, {w, true}, {}, terms, extra);
-  return {y, extra.aux};
-}
-
-}  // namespace
-
-ActivatedProduct linear_forward_gelu(const Tensor& x, const Tensor& w, const Tensor& bias,
-                                     bool need_aux) {
-  const DeviceGuard guard(x.device());
-  Extra extra;
-  extra.epilogue = Epilogue::Gelu;
-  if (need_aux) {
-    LIGATURE_CHECK(w.size(0) % 8 == 0, "[linear_forward_gelu] w must have a multiple of 8 rows, ",
-                   "got ", w.size(0));
-    extra.aux = empty_rows(x, w.size(0));
-    extra.ld_aux = w.size(0);
-  }
-  return activated(x, w, bias, extra);
-}
-
-ActivatedProduct linear_forward_relu(const Tensor& x, const Tensor& w, const Tensor& bias,
-                                     bool need_aux) {
-  const DeviceGuard guard(x.device());
-  Extra extra;
-  extra.epilogue = Epilogue::Relu;
-  if (need_aux) {
-    extra.ld_aux = (w.size(0) + 127) / 128 * 128;
-    extra.aux = empty_on({x.size(0), extra.ld_aux / 8}, at::kByte, x.device());
-  }
-  return activated(x, w, bias, extra);
-}
-
-WeightBiasGrads linear_weight_bias_grad(const Tensor& dy, const Tensor& x) {
-  const DeviceGuard guard(dy.device());
-  WeightBiasGrads grads;
-  grads.dw = empty_on({dy.size(-1), x.size(-1)}, dy.scalar_type(), dy.device());
-  grads.dbias = empty_on({dy.size(-1)}, dy.scalar_type(), dy.device());
-  if (dy.numel() == 0 || x.numel() == 0) {
-    grads.dw.zero_();
-    grads.dbias.copy_(dy.reshape({-1, dy.size(-1)}).sum(0));
-    return grads;
-  }
-  Extra extra;
-  extra.epilogue = Epilogue::BiasGradient;
-  extra.bias_gradient = grads.dbias;
-  multiply(grads.dw, {dy, true}, {x}, {}, {}, extra);
-  return grads;
 }
 
 Tensor scaled_product(const Tensor& a, const Tensor& b, const ProductTerms& terms) {

@@ -25,25 +25,6 @@ Tensor linear_weight_grad(const Tensor& dy, const Tensor& x, double alpha);
 void linear_weight_grad_into(Tensor& out, const Tensor& dy, const Tensor& x, bool accumulate,
                              double alpha);
 
-struct ActivatedProduct {
-  Tensor y;
-  Tensor aux;  ///< GELU: what went into it, like y; ReLU: bytes of a bit mask, rows of 128 bits
-};
-
-/// gelu(x w^T + bias) or relu(...) in the product's own epilogue, for 2-d x. `aux` is made where
-/// asked for; GELU's wants w with a multiple of 8 rows.
-ActivatedProduct linear_forward_gelu(const Tensor& x, const Tensor& w, const Tensor& bias,
-                                     bool need_aux);
-ActivatedProduct linear_forward_relu(const Tensor& x, const Tensor& w, const Tensor& bias,
-                                     bool need_aux);
-
-struct WeightBiasGrads {
-  Tensor dw, dbias;
-};
-
-/// dw = dy^T x, and the sums of dy over its rows from the same reading.
-WeightBiasGrads linear_weight_bias_grad(const Tensor& dy, const Tensor& x);
-
 /// What is done to a product a b^T [m, n].
 struct ProductTerms {
   at::ScalarType dtype = at::kFloat;  ///< of the result

@@ -17,6 +17,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "ligature/backend/cuda/launch_queue.h"
 #include "ligature/backend/cuda/workspace.h"
 #include "ligature/check.h"
 
@@ -73,6 +74,10 @@ uint32_t epilogue_of(const Gemm& gemm) {
       return bias | (gemm.aux != nullptr ? CUBLASLT_EPILOGUE_RELU_AUX : CUBLASLT_EPILOGUE_RELU);
     case Epilogue::Gelu:
       return bias | (gemm.aux != nullptr ? CUBLASLT_EPILOGUE_GELU_AUX : CUBLASLT_EPILOGUE_GELU);
+    case Epilogue::ReluGradient:
+      return gemm.bias != nullptr ? CUBLASLT_EPILOGUE_DRELU_BGRAD : CUBLASLT_EPILOGUE_DRELU;
+    case Epilogue::GeluGradient:
+      return gemm.bias != nullptr ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
     case Epilogue::BiasGradient:
       return CUBLASLT_EPILOGUE_BGRADB;
     default:
@@ -110,7 +115,7 @@ struct Key {
     for (const ScaleMode mode : {g.a.scale_mode, g.b.scale_mode}) {
       put(static_cast<uint64_t>(mode), 3);
     }
-    put(static_cast<uint64_t>(g.epilogue), 2);
+    put(static_cast<uint64_t>(g.epilogue), 3);
     for (const bool flag :
          {g.a.transposed, g.b.transposed, g.bias != nullptr, g.aux != nullptr, g.c != nullptr,
           g.coefficients != nullptr, g.tf32, g.fast_accumulation}) {
@@ -382,6 +387,7 @@ std::atomic<bool>& search_flag() {
 }  // namespace
 
 void set_gemm_search(bool on) { search_flag() = on; }
+bool gemm_search() { return search_flag().load(std::memory_order_relaxed); }
 
 size_t gemm_plan_count() { return plans().size(); }
 
@@ -395,11 +401,15 @@ void run_gemm(const Gemm& gemm, int device, Stream stream) {
   LIGATURE_CHECK_STATE(plan.choice.available, "[gemm] cuBLASLt has no algorithm for a product of [",
                        gemm.m, ", ", gemm.k, "] and [", gemm.k, ", ", gemm.n, "] on this device");
   plan.point(gemm);
-  const bool to_search = !plan.choice.searched && search_flag().load(std::memory_order_relaxed);
-  const bool capturing = (plan.choice.workspace > 0 || to_search) && is_capturing(stream);
+  const bool to_search = !plan.choice.searched && gemm_search();
+  const CaptureStreams& held = capture_streams();
+  const bool of_held = held.capture == stream && stream != nullptr;
+  const bool capturing =
+      !of_held && (plan.choice.workspace > 0 || to_search) && is_capturing(stream);
   if (to_search && !capturing) search(plan, gemm, key, device, stream);
   at::TensorBase keep;
-  void* memory = workspace(device, stream, plan.choice.workspace, capturing, keep);
+  void* memory =
+      workspace(device, of_held ? held.real : stream, plan.choice.workspace, capturing, keep);
   check(multiply(plan, plan.choice, gemm, device, stream, memory), "cublasLtMatmul");
 }
 

@@ -25,6 +25,8 @@ enum class Epilogue : uint8_t {
   None,
   Relu,          ///< with `aux`: also a bit mask of what was positive
   Gelu,          ///< tanh form; with `aux`: also what goes into it
+  ReluGradient,  ///< times the derivative at `aux`, as Relu left it; `bias` as with GeluGradient
+  GeluGradient,  ///< the same; `bias` [n], where there is one, is an output: the sums over d's rows
   BiasGradient,  ///< `bias` [m] is an output: the sums of the rows of a
 };
 
@@ -68,6 +70,7 @@ void run_gemm(const Gemm& gemm, int device, Stream stream);
 /// Whether the first product of each kind tries several algorithms and keeps the fastest, which
 /// waits for the device; off unless LIGATURE_GEMM_SEARCH=1 is set. Never while a graph is captured.
 void set_gemm_search(bool on);
+bool gemm_search();
 
 /// Plans that this thread holds, for tests.
 size_t gemm_plan_count();

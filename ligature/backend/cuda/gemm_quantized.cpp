@@ -135,6 +135,10 @@ class Prepared {
   ScaleJob job_;
 };
 
+void launch_jobs(const std::array<ScaleJob, 2>& jobs, int count, Stream stream) {
+  launch_scales(jobs.data(), count, stream);
+}
+
 /// Queues it, with memory for d and c given and everything else from here.
 void multiply(Gemm& gemm, const QuantizedOperand& a, const QuantizedOperand& b,
               const ProductTerms& terms, float beta, const Tensor& d) {
@@ -146,11 +150,10 @@ void multiply(Gemm& gemm, const QuantizedOperand& a, const QuantizedOperand& b,
     if (side->has_job()) jobs[static_cast<size_t>(count++)] = side->job();
   }
   if (count > 0) {
-    launch_scales(jobs.data(), count, stream);
-    check_launch("gemm scales");
+    launch<&launch_jobs>("gemm scales", stream, jobs, count);
   }
   const Tensor held = set_coefficients(gemm, terms, beta, stream);
-  run_gemm(gemm, d.get_device(), stream);
+  launch<&run_gemm>("gemm", stream, gemm, static_cast<int>(d.get_device()));
 }
 
 }  // namespace

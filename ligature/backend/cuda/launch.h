@@ -1,5 +1,5 @@
 // What the torch side of the CUDA backend needs around a launch: the tensor's type, device and
-// stream as the .cu files know them, and the look at a launch's error.
+// stream as the .cu files know them, and the launch itself.
 #pragma once
 
 #include <ATen/cuda/CUDAContextLight.h>
@@ -8,6 +8,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "ligature/backend/cuda/launch_queue.h"
 #include "ligature/backend/cuda/runs.h"
 #include "ligature/backend/cuda/types.h"
 #include "ligature/check.h"
@@ -42,7 +43,9 @@ int sm_count(const Tensor& x);
 
 /// Memory for results, row-major, without the way through the dispatcher.
 inline Tensor empty_on(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
-  return Tensor(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
+  Tensor made(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
+  if (LaunchQueue* queue = LaunchQueue::current()) queue->hold(made);
+  return made;
 }
 inline Tensor empty_as(const Tensor& x) { return empty_on(x.sizes(), x.scalar_type(), x.device()); }
 
@@ -63,14 +66,5 @@ inline Tensor cast(const Tensor& t, at::ScalarType dtype) {
 }
 
 inline Tensor serve(const Tensor& t) { return t.defined() ? cast(t, served(t.scalar_type())) : t; }
-
-/// Right after a launch: `name` is the kernel's as a message should name it.
-inline void check_launch(const char* name) {
-  const cudaError_t error = cudaPeekAtLastError();
-  if (error == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // it is told once
-
-  LIGATURE_CHECK_STATE(false, "[", name, "] launch failed: ", cudaGetErrorString(error));
-}
 
 }  // namespace ligature::cuda

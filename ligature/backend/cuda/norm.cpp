@@ -56,8 +56,7 @@ Tensor run_forward(NormForwardArgs args, const Tensor& x, const Tensor& w, const
   args.w = data_of(weight);
   args.b = data_of(bias);
   args.w_type = type_of(w_dtype);
-  launch_norm_forward(args, stream_of(x));
-  check_launch(name);
+  launch<&launch_norm_forward>(name, stream_of(x), args);
   return cast(y, out_dtype);
 }
 
@@ -113,8 +112,7 @@ struct WeightGrads {
     PartialSums of_dw{dw_partials(), mutable_data_of(dw)},
         of_db{db_partials(), mutable_data_of(db)};
     of_dw.type = of_db.type = type_of(served(w.scalar_type()));
-    launch_sum_partials(of_dw, of_db, blocks, columns, stream);
-    check_launch(name);
+    launch<&launch_sum_partials>(name, stream, of_dw, of_db, blocks, columns);
     result.dw = cast(dw, w.scalar_type());
     result.db = cast(db, w.scalar_type());
   }
@@ -155,8 +153,7 @@ NormBackward backward(const Tensor& dy_, const Tensor& x_, const Tensor& mean, c
   const WeightGrads grads(w_.defined() ? w_ : x_, needs, blocks, columns);
   args.dw_partials = grads.dw_partials();
   args.db_partials = grads.db_partials();
-  launch_norm_backward(args, blocks, stream);
-  check_launch(name);
+  launch<&launch_norm_backward>(name, stream, args, blocks);
   grads.sum(result, w_, stream, name);
   return result;
 }
@@ -184,8 +181,7 @@ NormForward norm_statistics(const Tensor& x, int64_t columns, double eps, bool c
   NormForwardArgs args =
       forward_args(x, columns, centered ? kLayerNorm : kRMSNorm, result.mean, result.rstd);
   args.eps = static_cast<float>(eps);
-  launch_norm_forward(args, stream_of(x));
-  check_launch("norm_statistics");
+  launch<&launch_norm_forward>("norm_statistics", stream_of(x), args);
   return result;
 }
 

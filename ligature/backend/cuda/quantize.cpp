@@ -3,8 +3,6 @@
 #include "ligature/backend/cuda/quantize.h"
 
 #include <ATen/cuda/EmptyTensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <cmath>
 
@@ -12,6 +10,7 @@
 #include "ligature/backend/cuda/gemm_tensor.h"
 #include "ligature/backend/cuda/generator.h"
 #include "ligature/backend/cuda/launch.h"
+#include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/backend/cuda/norm.h"
 #include "ligature/backend/cuda/quantize_launch.h"
 #include "ligature/backend/cuda/sums_launch.h"
@@ -51,6 +50,7 @@ QuantizedMatrix empty_matrix(MatrixShape shape, const Format& format, at::Device
   } else if (format.scaling == Scaling::Block) {
     q.scale = Tensor(at::detail::empty_strided_cuda({shape.rows, blocks(shape.columns, size)},
                                                     {1, shape.rows}, at::kFloat, device));
+    hold_memory(q.scale);
   } else {
     q.scale = empty_on({shape.rows, blocks(shape.columns, size)}, at::kByte, device);
   }
@@ -94,23 +94,27 @@ QuantizeOutput output_of(const QuantizedMatrix& q, MatrixShape shape, const Form
   return out;
 }
 
+void launch_clear(void* memory, size_t bytes, Stream stream) {
+  C10_CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream));
+}
+
 void clear(const Tensor& t, Stream stream) {
-  if (t.numel() == 0) return;
-  C10_CUDA_CHECK(cudaMemsetAsync(t.mutable_data_ptr(), 0, t.nbytes(), stream));
+  if (t.numel() > 0) launch<&launch_clear>("clear", stream, t.mutable_data_ptr(), t.nbytes());
 }
 
 /// The largest magnitudes that NV's factors come from, shared with other processes.
-template <typename Launch>
+template <typename Cast>
 void find_nv_amax(QuantizedPair& out, QuantizePlan& plan, const QuantizeArgs& args,
-                  const Launch& launch, Stream stream) {
+                  const Cast& cast_with, Stream stream) {
   const bool shared =
       args.rowwise && args.columnwise && !args.format.hadamard && !args.format.row_scaled;
   if (args.rowwise) clear(out.rowwise.amax, stream);
   if (args.columnwise && !shared) clear(out.columnwise.amax, stream);
   plan.find_amax = true;
-  launch(plan);
+  cast_with(plan);
   plan.find_amax = false;
   if (!args.reduce_amax) return;
+  const LaunchPause pause;  // it waits for what was found
   if (args.rowwise) args.reduce_amax(out.rowwise.amax);
   if (shared) out.columnwise.amax = out.rowwise.amax;
   if (args.columnwise && !shared) args.reduce_amax(out.columnwise.amax);
@@ -118,10 +122,10 @@ void find_nv_amax(QuantizedPair& out, QuantizePlan& plan, const QuantizeArgs& ar
   if (args.columnwise) plan.columnwise.amax = out.columnwise.amax.mutable_data_ptr<float>();
 }
 
-/// `launch` is called with a plan once, or twice where the largest value has to be known first.
-template <typename Launch>
-QuantizedPair run(MatrixShape shape, const Tensor& like, const QuantizeArgs& args, const char* name,
-                  const Launch& launch) {
+/// `cast_with` is called with a plan once, or twice where the largest value has to be known first.
+template <typename Cast>
+QuantizedPair run(MatrixShape shape, const Tensor& like, const QuantizeArgs& args,
+                  const Cast& cast_with) {
   const Stream stream = stream_of(like);
   QuantizedPair out = empty_pair(shape, args, like.device());
   QuantizePlan plan;
@@ -147,19 +151,21 @@ QuantizedPair run(MatrixShape shape, const Tensor& like, const QuantizeArgs& arg
       plan.amax = amax.mutable_data_ptr<float>();
       clear(amax, stream);
       plan.find_amax = true;
-      launch(plan);
+      cast_with(plan);
       plan.find_amax = false;
-      if (args.reduce_amax) args.reduce_amax(amax);
+      if (args.reduce_amax) {
+        const LaunchPause pause;  // it waits for what was found
+        args.reduce_amax(amax);
+      }
       plan.amax = amax.mutable_data_ptr<float>();
       break;
     case Scaling::NV:
-      find_nv_amax(out, plan, args, launch, stream);
+      find_nv_amax(out, plan, args, cast_with, stream);
       break;
     default:
       break;
   }
-  launch(plan);
-  check_launch(name);
+  cast_with(plan);
   return out;
 }
 
@@ -195,10 +201,14 @@ ActivationSource source_of(const Tensor& x, const ActivationSpec& spec, const Te
   return source;
 }
 
+void launch_update_amax(const void* x, Type type, int64_t n, float* amax, Stream stream) {
+  launch_amax(x, type, n, amax, stream);
+}
+
 void decode(const Tensor& out, const QuantizedMatrix& q, const Format& format, bool operand) {
   const DeviceGuard guard(out.device());
   if (!computes_in(out.scalar_type())) {
-    const Tensor values = at::empty(out.sizes(), out.options().dtype(at::kFloat));
+    const Tensor values = empty_on(out.sizes(), at::kFloat, out.device());
     decode(values, q, format, operand);
     out.copy_(values);
     return;
@@ -214,8 +224,8 @@ void decode(const Tensor& out, const QuantizedMatrix& q, const Format& format, b
   plan.scale_stride = matrix ? q.scale.stride(0) : 0;
   plan.scale_step = matrix ? q.scale.stride(1) : 0;
   plan.operand = operand;
-  launch_decode(plan, out.mutable_data_ptr(), type_of(out), stream_of(out));
-  check_launch(operand ? "expand" : "dequantize");
+  launch<&launch_decode>(operand ? "expand" : "dequantize", stream_of(out), plan,
+                         out.mutable_data_ptr(), type_of(out));
 }
 
 }  // namespace
@@ -223,18 +233,17 @@ void decode(const Tensor& out, const QuantizedMatrix& q, const Format& format, b
 QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args) {
   const DeviceGuard guard(x.device());
   const Tensor values = x.scalar_type() == at::kDouble ? x.to(at::kFloat) : x;
-  return run(shapes::matrix_shape(x.sizes()), values, args, "quantize",
-             [&](const QuantizePlan& plan) {
-               launch_quantize(values.const_data_ptr(), type_of(values), plan, stream_of(values));
-             });
+  return run(shapes::matrix_shape(x.sizes()), values, args, [&](const QuantizePlan& plan) {
+    launch<&launch_quantize>("quantize", stream_of(values), values.const_data_ptr(),
+                             type_of(values), plan);
+  });
 }
 
 void update_amax(const Tensor& x, Tensor& amax) {
   const DeviceGuard guard(x.device());
   const Tensor values = x.scalar_type() == at::kDouble ? x.to(at::kFloat) : x;
-  launch_amax(values.const_data_ptr(), type_of(values), values.numel(),
-              amax.mutable_data_ptr<float>(), stream_of(values));
-  check_launch("update_amax");
+  launch<&launch_update_amax>("update_amax", stream_of(values), values.const_data_ptr(),
+                              type_of(values), values.numel(), amax.mutable_data_ptr<float>());
 }
 
 void dequantize(const Tensor& out, const QuantizedMatrix& q, const Format& format) {
@@ -253,9 +262,8 @@ QuantizedMatrix transpose(const QuantizedMatrix& q, const Format& format, int64_
   result.data = empty_on({columns, fp4 ? (rows + 1) / 2 : rows}, at::kByte, q.data.device());
   result.amax = q.amax;
   result.scale = format.per_tensor() ? q.scale : q.scale.t().contiguous();
-  launch_transpose_codes(q.data.const_data_ptr<uint8_t>(), rows, columns, fp4,
-                         result.data.mutable_data_ptr<uint8_t>(), stream_of(q.data));
-  check_launch("transpose");
+  launch<&launch_transpose_codes>("transpose", stream_of(q.data), q.data.const_data_ptr<uint8_t>(),
+                                  rows, columns, fp4, result.data.mutable_data_ptr<uint8_t>());
   return result;
 }
 
@@ -264,9 +272,8 @@ Tensor hadamard(const Tensor& x, bool inverse) {
   const DeviceGuard guard(x.device());
   Tensor y = shapes::hadamard(x);
   const MatrixShape shape = shapes::matrix_shape(x.sizes());
-  launch_hadamard(x.const_data_ptr(), type_of(x), shape.rows, shape.columns, inverse,
-                  y.mutable_data_ptr(), stream_of(x));
-  check_launch("hadamard");
+  launch<&launch_hadamard>("hadamard", stream_of(x), x.const_data_ptr(), type_of(x), shape.rows,
+                           shape.columns, inverse, y.mutable_data_ptr());
   return y;
 }
 
@@ -293,8 +300,8 @@ NormQuantized norm_forward_quantize(const Tensor& x, const Tensor& w, const Tens
   source.w_type = type_of(w);
   source.b_type = b.defined() ? type_of(b) : Type::Float32;
   source.zero_centered_gamma = zero_centered_gamma;
-  QuantizedPair y = run(shape, x, args, "norm_forward_quantize", [&](const QuantizePlan& plan) {
-    launch_quantize_norm(source, type_of(x), plan, stream_of(x));
+  QuantizedPair y = run(shape, x, args, [&](const QuantizePlan& plan) {
+    launch<&launch_quantize_norm>("norm_forward_quantize", stream_of(x), source, type_of(x), plan);
   });
   return {std::move(y), statistics.mean, statistics.rstd};
 }
@@ -313,8 +320,9 @@ QuantizedPair activation_forward_quantize(const Tensor& x, const ActivationSpec&
   MatrixShape shape = shapes::matrix_shape(x.sizes());
   if (kernels::is_gated(spec.kind)) shape.columns /= 2;
   const ActivationSource source = source_of(x, spec, scales);
-  return run(shape, x, args, "activation_forward_quantize", [&](const QuantizePlan& plan) {
-    launch_quantize_activation(source, type_of(x), plan, stream_of(x));
+  return run(shape, x, args, [&](const QuantizePlan& plan) {
+    launch<&launch_quantize_activation>("activation_forward_quantize", stream_of(x), source,
+                                        type_of(x), plan);
   });
 }
 
@@ -343,21 +351,22 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
   source.dbias = static_cast<float*>(mutable_data_of(dbias_sums));
   source.dscales = static_cast<float*>(mutable_data_of(dscales_sums));
   ActivationBackwardQuantized result;
-  result.dx = run(shape, x, args, "activation_backward_quantize", [&](const QuantizePlan& plan) {
-    launch_quantize_activation_backward(source, type_of(x), plan, stream_of(x));
+  constexpr const char* kName = "activation_backward_quantize";
+  const Stream stream = stream_of(x);
+  result.dx = run(shape, x, args, [&](const QuantizePlan& plan) {
+    launch<&launch_quantize_activation_backward>(kName, stream, source, type_of(x), plan);
   });
   if (need_dbias) {
     result.dbias = empty_on({shape.columns}, x.scalar_type(), x.device());
-    launch_sum_partials({source.dbias, result.dbias.mutable_data_ptr(), type_of(x)}, {}, down,
-                        shape.columns, stream_of(x));
+    const PartialSums dbias{source.dbias, result.dbias.mutable_data_ptr(), type_of(x)};
+    launch<&launch_sum_partials>(kName, stream, dbias, PartialSums{}, down, shape.columns);
   }
   if (need_dscales) {
-    result.dscales = at::empty_like(scales);
-    launch_sum_row_partials(
-        {source.dscales, result.dscales.mutable_data_ptr(), type_of(result.dscales)}, shape.rows,
-        across, stream_of(x));
+    result.dscales = empty_as(scales);
+    const PartialSums dscales{source.dscales, result.dscales.mutable_data_ptr(),
+                              type_of(result.dscales)};
+    launch<&launch_sum_row_partials>(kName, stream, dscales, shape.rows, across);
   }
-  check_launch("activation_backward_quantize");
   return result;
 }
 
@@ -374,7 +383,7 @@ std::vector<Tensor> update_delayed(const std::vector<DelayedState>& states, int6
   for (int64_t i = 0; i < n; ++i) {
     const DelayedState& s = states[static_cast<size_t>(i)];
     const bool in_place = captured || s.overwrite;
-    if (!in_place && !made.defined()) made = at::empty({n}, any.options());
+    if (!in_place && !made.defined()) made = empty_on({n}, at::kFloat, any.device());
     scales.push_back(in_place ? s.scale : made.narrow(0, i, 1));
   }
   for (int64_t first = 0; first < n; first += kDelayedEntries) {
@@ -383,15 +392,18 @@ std::vector<Tensor> update_delayed(const std::vector<DelayedState>& states, int6
     for (int64_t i = 0; i < count; ++i) {
       const size_t at = static_cast<size_t>(first + i);
       const DelayedState& s = states[at];
-      update.entries[i] = {
-          s.history.mutable_data_ptr<float>(),     s.amax.mutable_data_ptr<float>(),
-          s.scale.const_data_ptr<float>(),         scales[at].mutable_data_ptr<float>(),
-          static_cast<int32_t>(s.history.numel()), s.max_value};
+      update.entries[i] = {s.history.mutable_data_ptr<float>(),
+                           s.amax.mutable_data_ptr<float>(),
+                           s.scale.const_data_ptr<float>(),
+                           scales[at].mutable_data_ptr<float>(),
+                           static_cast<const float*>(data_of(s.noted)),
+                           static_cast<int32_t>(s.history.numel()),
+                           s.max_value};
     }
     update.divisor = std::ldexp(1.0f, static_cast<int>(margin));
     update.most_recent = most_recent;
-    launch_delayed_update(update, static_cast<int>(count), stream_of(any));
-    check_launch("update_delayed");
+    launch<&launch_delayed_update>("update_delayed", stream_of(any), update,
+                                   static_cast<int>(count));
   }
   return scales;
 }

@@ -52,8 +52,9 @@ struct DelayedState {
   Tensor history, amax, scale;
   float max_value;
   bool overwrite = false;  ///< graphs read this scale: the new one is written over it
+  Tensor noted;            ///< float [1]: below 0 where nothing is to be changed; may be undefined
 };
-/// Moves each amax into its history and gives the new scales, all in one kernel for up to 96
+/// Moves each amax into its history and gives the new scales, all in one kernel for up to 80
 /// tensors, which are on one device. They are new tensors where nothing else is asked for, except
 /// in a graph that is captured: that reads the same memory each time it runs, so there scales are
 /// overwritten.

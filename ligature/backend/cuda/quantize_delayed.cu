@@ -18,6 +18,10 @@ __global__ void __launch_bounds__(kThreads)
     delayed_update(const __grid_constant__ DelayedUpdate update) {
   __shared__ float largest_of_warps[kThreads / 32];
   const DelayedEntry& entry = update.entries[blockIdx.x];
+  if (entry.noted != nullptr && *entry.noted < 0.0f) {
+    if (threadIdx.x == 0) *entry.updated = *entry.scale;
+    return;
+  }
   const float newest = *entry.amax;
   float largest = threadIdx.x == 0 ? newest : 0.0f;
   for (int end = entry.length; end > 1; end -= kThreads) {

@@ -97,10 +97,11 @@ struct DelayedEntry {
   float* amax;
   const float* scale;  ///< as it was
   float* updated;      ///< the new one; may be the same memory
+  const float* noted;  ///< where it is below 0 nothing changes; may be null
   int32_t length;
   float max_value;
 };
-constexpr int kDelayedEntries = 96;
+constexpr int kDelayedEntries = 80;
 struct DelayedUpdate {
   DelayedEntry entries[kDelayedEntries];
   float divisor;     ///< 2^margin

@@ -27,18 +27,6 @@ void linear_weight_grad_into(Tensor&, const Tensor&, const Tensor&, bool, double
   refuse("linear_weight_grad_into");
 }
 
-ActivatedProduct linear_forward_gelu(const Tensor&, const Tensor&, const Tensor&, bool) {
-  refuse("linear_forward_gelu");
-}
-
-ActivatedProduct linear_forward_relu(const Tensor&, const Tensor&, const Tensor&, bool) {
-  refuse("linear_forward_relu");
-}
-
-WeightBiasGrads linear_weight_bias_grad(const Tensor&, const Tensor&) {
-  refuse("linear_weight_bias_grad");
-}
-
 Tensor scaled_product(const Tensor&, const Tensor&, const ProductTerms&) {
   refuse("scaled_product");
 }

@@ -41,8 +41,9 @@ from .fuser import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from .fusible import FusibleOperation
 from .linear import Linear
-from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .op import BasicOperation, FusedOperation, OperationContext
 from .sequential import Sequential
 
 __all__ = [

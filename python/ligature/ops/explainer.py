@@ -8,7 +8,7 @@ import torch
 
 from .. import _C
 from .fuser import OperationFuser
-from .op import FusibleOperation
+from .fusible import FusibleOperation
 
 
 def _without_memory(tensor: Any) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from .. import _C
-from .op import FusedOperation, FusibleOperation, OperationContext, Tensors
+from .fusible import FusibleOperation
+from .op import FusedOperation, OperationContext, Tensors
 
 __all__ = [
     "BackwardActivationBias",
@@ -15,6 +16,7 @@ __all__ = [
     "BackwardAddRMSNorm",
     "BackwardLinearActivation",
     "BackwardLinearAdd",
+    "BackwardLinearBias",
     "BackwardLinearScale",
     "DenseMLP",
     "ForwardLinearBiasActivation",
@@ -73,11 +75,15 @@ class BackwardActivationBias(_BuiltinFused):
 
 
 class BackwardLinearActivation(_BuiltinFused):
-    """Backward of activation and linear, in one GEMM where the GPU has it."""
+    """Backward of bias (if any), activation and linear, in one GEMM where the GPU has it."""
 
 
 class BackwardLinearAdd(_BuiltinFused):
     """Backward of an extra output and a linear: the sum is part of the GEMM."""
+
+
+class BackwardLinearBias(_BuiltinFused):
+    """Backward of linear and bias: both gradients in one GEMM where the GPU has it."""
 
 
 class BackwardLinearScale(_BuiltinFused):

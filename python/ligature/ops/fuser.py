@@ -10,7 +10,8 @@ import torch
 from .. import _C
 from ..explanation import Explanation, example_tensors, strict_names
 from .composite import asking_for_composites
-from .op import FusedOperation, FusibleOperation, basic_ops_of
+from .fusible import FusibleOperation
+from .op import FusedOperation, basic_ops_of
 
 __all__ = [
     "Fusion",
@@ -75,6 +76,18 @@ class OperationFuser(_C.OperationFuser):
         return Explanation(self._explain(example_tensors(owners, example), None)[0])
 
 
+class Registered:
+    """Counts registrations, in a form that compilers guard."""
+
+    version: str = "0"
+
+    def change(self) -> None:
+        self.version = str(int(self.version) + 1)
+
+
+REGISTERED = Registered()
+
+
 class FusionHandle:
     """One registration. Take it back with :meth:`unregister`, or use it as a context manager."""
 
@@ -84,6 +97,7 @@ class FusionHandle:
     def unregister(self) -> None:
         """Takes the fusion out again; plans are made anew. Doing so twice is harmless."""
         self._handle.unregister()
+        REGISTERED.change()
 
     @property
     def registered(self) -> bool:
@@ -194,6 +208,7 @@ class Fusion:
 
 
 def _register(kind: str, func: Any, prepend: bool) -> FusionHandle:
+    REGISTERED.change()
     if isinstance(func, Fusion):
         return FusionHandle(_C.register_rule(kind, *func._as_rule(), prepend))
     if not callable(func):

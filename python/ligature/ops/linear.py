@@ -14,8 +14,9 @@ from ..quantization.model_init import quantize_new_weight
 from .basic import BasicLinear, Bias, Device, check_tensor_parallel
 from .builtin import default_device, initialize
 from .composite import CompositeMeta
+from .fusible import drop_empty_state
 from .hooks import has_hooks
-from .op import BasicOperation, FusedOperation, drop_empty_state
+from .op import BasicOperation, FusedOperation
 
 
 class Linear(FusedOperation, metaclass=CompositeMeta):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast, overload
 
 import torch
+from torch import compiler
+from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 
 from .. import _C
 from ..explanation import Explanation, example_tensors, strict, strict_names
@@ -14,28 +15,10 @@ from ..quantization import checkpointing
 from .builtin import default_device
 from .explainer import Explainer, explain_last
 from .fuser import OperationFuser
-from .hooks import GLOBAL_HOOKS, has_hooks, hook_dicts
-from .op import BasicOperation, FusedOperation, FusibleOperation, basic_ops_of
-
-
-def _called_by_itself(op: FusibleOperation) -> bool:
-    """Whether what happens around its call, or in its ``forward``, asks for a call of its own."""
-    usual = FusedOperation.forward if isinstance(op, FusedOperation) else BasicOperation.forward
-    forward = getattr(type(op), "forward", usual)
-    own = "forward" in vars(op) or not forward.__module__.startswith("ligature.")
-    return own or any(map(len, GLOBAL_HOOKS)) or any(map(has_hooks, [op, *basic_ops_of(op)]))
-
-
-@dataclass
-class _Group:
-    """A fuser or a plain module, and how its extra inputs and outputs are joined to others'."""
-
-    module: Any
-    ops: list[FusibleOperation] = field(default_factory=list)  # of a fuser or a single operation
-    run: int = 0  # channels reach over one run of operations
-    inputs: list[str] = field(default_factory=list)  # channel of each extra input, or ""
-    outputs: list[str] = field(default_factory=list)
-    output_to_user: list[bool] = field(default_factory=list)
+from .fusible import FusibleOperation
+from .grouping import Group, KeptFusers, group_run
+from .hooks import GLOBAL_HOOKS, hook_dicts
+from .op import FusedOperation, basic_ops_of
 
 
 class Sequential(torch.nn.Module):
@@ -61,10 +44,12 @@ class Sequential(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self._watch: _C.ModuleWatch | None = None
         self._watched: tuple[Any, ...] = ()
         self._only: OperationFuser | None = None
+        self._exported = KeptFusers()
+        self._edits = "0"  # a compiler guards it; a string, lest it makes a variable of it
         self._recompute = "none"
         self._strict: list[str] = []
         self.recompute = recompute
@@ -88,7 +73,7 @@ class Sequential(torch.nn.Module):
         if value not in ("none", "cheap"):
             raise ValueError(f"[Sequential] recompute must be 'none' or 'cheap', got {value!r}")
         self._recompute = value
-        self._module_groups = None
+        self._changed()
 
     @property
     def strict(self) -> Sequence[str]:
@@ -98,7 +83,7 @@ class Sequential(torch.nn.Module):
     @strict.setter
     def strict(self, fusions: Sequence[str]) -> None:
         self._strict = strict_names(fusions)
-        self._module_groups = None
+        self._changed()
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
         if module is not None and not isinstance(module, torch.nn.Module):
@@ -106,8 +91,12 @@ class Sequential(torch.nn.Module):
                 f"[Sequential] module '{name}' must be a torch.nn.Module, got "
                 f"{type(module).__name__}"
             )
-        self._module_groups = None
+        self._changed()
         super().add_module(name, module)
+
+    def _changed(self) -> None:
+        self._module_groups = None
+        self._edits = str(int(self._edits) + 1)
 
     def _key(self, idx: int) -> str:
         keys = list(self._modules)
@@ -134,7 +123,7 @@ class Sequential(torch.nn.Module):
         self.add_module(self._key(idx), module)
 
     def __delitem__(self, idx: slice | int) -> None:
-        self._module_groups = None
+        self._changed()
         keys = list(self._modules)[idx] if isinstance(idx, slice) else [self._key(idx)]
         for key in keys:
             del self._modules[key]
@@ -184,6 +173,7 @@ class Sequential(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state.update(_module_groups=None, _groups=[], _watch=None, _watched=(), _only=None)
+        state.update(_exported=KeptFusers())
         return state
 
     def load_state_dict(
@@ -200,14 +190,15 @@ class Sequential(torch.nn.Module):
             self._regroup()
 
     def _regroup(self) -> None:
-        groups: list[_Group] = []
+        groups: list[Group] = []
         run: list[FusibleOperation] = []
         runs = 0
 
         def close_run() -> None:
             nonlocal run, runs
             if run:
-                groups.extend(self._group_run(run, runs))
+                strict = self._strict if len(run) == len(self) else ()
+                groups.extend(group_run(run, runs, self.recompute, strict))
             run, runs = [], runs + 1
 
         watched: list[torch.nn.Module] = []
@@ -217,7 +208,7 @@ class Sequential(torch.nn.Module):
                 watched.extend([module, *basic_ops_of(module)])
             else:
                 close_run()
-                groups.append(_Group(module))
+                groups.append(Group(module))
         close_run()
 
         dicts = [*GLOBAL_HOOKS, *(hooks for module in watched for hooks in hook_dicts(module))]
@@ -229,68 +220,26 @@ class Sequential(torch.nn.Module):
         only = groups[0].module if len(groups) == 1 else None
         self._only = only if isinstance(only, OperationFuser) else None
 
-    def _group_run(self, ops: list[FusibleOperation], run: int) -> list[_Group]:
-        """One fuser, unless an operation has to be called by itself."""
-        alone = len(ops) == len(self)
-        whole = OperationFuser(ops, recompute=self.recompute, strict=self._strict if alone else ())
-        if not any(map(_called_by_itself, ops)):
-            return [self._fuser_group(whole, ops, run)]
-        segments: list[tuple[bool, list[FusibleOperation]]] = []
-        for op in ops:
-            hooked = _called_by_itself(op)
-            if hooked or not segments or segments[-1][0]:
-                segments.append((hooked, []))
-            segments[-1][1].append(op)
-        open_channels = self._crossing_channels([part for _, part in segments])
-        groups = []
-        for hooked, part in segments:
-            if hooked:
-                groups.append(self._hooked_group(part[0], run))
-            else:
-                fuser = OperationFuser(part, recompute=self.recompute, open_channels=open_channels)
-                groups.append(self._fuser_group(fuser, part, run))
-        return groups
-
-    @staticmethod
-    def _fuser_group(fuser: OperationFuser, ops: list[FusibleOperation], run: int) -> _Group:
-        return _Group(
-            fuser, ops, run, fuser._caller_inputs, fuser._caller_outputs, fuser._output_to_user
-        )
-
-    @staticmethod
-    def _hooked_group(op: FusibleOperation, run: int) -> _Group:
-        group = _Group(op, [op], run)
-        for part in basic_ops_of(op):
-            handle = part._handle
-            for i in range(handle.num_extra_inputs):
-                group.inputs.append(handle.extra_input_channel(i))
-            for i in range(handle.num_extra_outputs):
-                group.outputs.append(handle.extra_output_channel(i))
-                group.output_to_user.append(handle.extra_output_to_caller(i))
-        return group
-
-    @staticmethod
-    def _crossing_channels(segments: list[list[FusibleOperation]]) -> list[str]:
-        seen: dict[str, set[int]] = {}
-        for number, ops in enumerate(segments):
-            for part in (part for op in ops for part in basic_ops_of(op)):
-                handle = part._handle
-                names = [handle.extra_input_channel(i) for i in range(handle.num_extra_inputs)]
-                names += [handle.extra_output_channel(i) for i in range(handle.num_extra_outputs)]
-                for name in names:
-                    seen.setdefault(name, set()).add(number)
-        return [name for name, numbers in seen.items() if name and len(numbers) > 1]
-
     # -- forward
 
     @property
     def num_extra_inputs(self) -> int:
         """How many extra inputs it takes after its input."""
         self._update_groups()
+        return self._count_extra_inputs()
+
+    def _count_nested(self) -> int:
+        if is_compiling():
+            self._prepare_traced()
+        else:
+            self._update_groups()
+        return self._count_extra_inputs()
+
+    def _count_extra_inputs(self) -> int:
         count = 0
         for group in self._groups:
             if isinstance(group.module, Sequential):
-                count += group.module.num_extra_inputs
+                count += group.module._count_nested()
             else:
                 count += sum(1 for name in group.inputs if not name)
         return count
@@ -302,7 +251,9 @@ class Sequential(torch.nn.Module):
         op_kwargs: Mapping[Any, dict[str, Any]] | None = None,
     ) -> Any:
         """The output, or a tuple of the output and the extra outputs."""
-        if self._module_groups is None or self._watch is None or self._watch.changed():
+        if is_dynamo_compiling() or compiler._is_compiling_flag:  # cheaper than is_compiling()
+            return self._forward_traced(input, extra_inputs, op_kwargs)
+        if self._module_groups is None or self._watch.changed():  # type: ignore[union-attr]
             self._regroup()
         if self._only is not None and op_kwargs is None:
             return self._only(input, *extra_inputs)
@@ -311,6 +262,31 @@ class Sequential(torch.nn.Module):
             return self._forward_groups(input, list(extra_inputs), kwargs)
         with strict(*self._strict, where="any"):
             return self._forward_groups(input, list(extra_inputs), kwargs)
+
+    def _prepare_traced(self) -> str:
+        from .traced_group import traced
+
+        self._update_groups()
+        for group in self._groups:
+            if isinstance(group.module, OperationFuser) and group.traced is None:
+                group.traced = traced(group.module)
+                if is_exporting():
+                    self._exported.fusers.append(group.module)
+        return "ready"
+
+    # A compiler runs it once, while it traces.
+    _prepare_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _forward_traced(self, input: Any, extra_inputs: Any, op_kwargs: Any) -> Any:
+        assert self._edits  # read, so that a compiler guards it
+        self._prepare_traced()
+        if self._strict and self._only is None:
+            raise RuntimeError(
+                "[Sequential] strict cannot be checked in a compiled graph where the container "
+                "does not consist of operations alone; call it in eager mode, or set strict=()"
+            )
+        kwargs = {} if op_kwargs is None else self._resolve_kwargs(op_kwargs)
+        return self._forward_groups(input, list(extra_inputs), kwargs)
 
     # -- explaining
 
@@ -377,14 +353,14 @@ class Sequential(torch.nn.Module):
         kwargs: dict[int, Any],
         explainer: Explainer | None = None,
     ) -> Any:
-        wanted = self.num_extra_inputs
+        wanted = self._count_extra_inputs()
         if len(extra_inputs) != wanted:
             raise ValueError(f"[Sequential] takes {wanted} extra inputs, got {len(extra_inputs)}")
         extra_outputs: list[torch.Tensor] = []
         channels: dict[tuple[int, str], torch.Tensor] = {}
         for group in self._groups:
             if isinstance(group.module, Sequential):
-                count = group.module.num_extra_inputs
+                count = group.module._count_extra_inputs()
                 taken, extra_inputs = extra_inputs[:count], extra_inputs[count:]
                 if explainer is not None:
                     x = explainer.nested(group, x, taken)
@@ -402,12 +378,14 @@ class Sequential(torch.nn.Module):
             inputs = [
                 channels[group.run, name] if name else extra_inputs.pop(0) for name in group.inputs
             ]
-            parts = [part for op in group.ops for part in basic_ops_of(op)]
-            part_kwargs = [kwargs.get(id(part), {}) for part in parts]
+            part_kwargs: list[dict[str, Any]] = [{}]
+            if kwargs:
+                parts = [part for op in group.ops for part in basic_ops_of(op)]
+                part_kwargs = [kwargs.get(id(part), {}) for part in parts]
             if explainer is not None:
                 x = explainer.operations(group, x, inputs)
             else:
-                x = self._run_group(group, x, inputs, part_kwargs)
+                x = group.call(x, inputs, part_kwargs)
             if isinstance(x, tuple):
                 x, results = x[0], x[1:]
                 for name, to_user, result in zip(
@@ -418,15 +396,3 @@ class Sequential(torch.nn.Module):
                     if to_user:
                         extra_outputs.append(result)
         return (x, *extra_outputs) if extra_outputs else x
-
-    @staticmethod
-    def _run_group(
-        group: _Group, x: Any, inputs: list[torch.Tensor], part_kwargs: list[dict[str, Any]]
-    ) -> Any:
-        given = part_kwargs if any(part_kwargs) else None
-        if isinstance(group.module, BasicOperation):
-            return group.module(x, *inputs, **part_kwargs[0])
-        if isinstance(group.module, FusedOperation):
-            extra = {} if given is None else {"basic_op_kwargs": given}
-            return group.module(x, *inputs, **extra)
-        return group.module(x, *inputs, basic_op_kwargs=given)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
+from torch.compiler import is_compiling
 
 from .. import _C
 from .recipe import DelayedScaling, Recipe
+from .scope import SCOPE, THREAD, ThreadScope
 
 
 def get_default_recipe() -> Recipe:
     """What ``autocast`` uses when it is given no recipe: ``DelayedScaling()``."""
     return DelayedScaling()
+
+
+_DEFAULT = DelayedScaling()
 
 
 def _share_amax(group: Any) -> Callable[[torch.Tensor], None] | None:
@@ -31,6 +36,14 @@ def _share_amax(group: Any) -> Callable[[torch.Tensor], None] | None:
         distributed.all_reduce(amax, op=distributed.ReduceOp.MAX, group=group)
 
     return reduce
+
+
+def _shares_amax(group: Any) -> str:
+    return "yes" if _share_amax(group) is not None else ""
+
+
+# A compiler runs it once, while it traces.
+_shares_amax._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class autocast:  # noqa: N801 - used like torch.autocast
@@ -62,16 +75,44 @@ class autocast:  # noqa: N801 - used like torch.autocast
             raise TypeError(f"[autocast] recipe must be a Recipe, got {type(recipe).__name__}")
         self._enabled = enabled
         self._calibrating = calibrating
-        self._recipe = get_default_recipe() if recipe is None else recipe
+        self._recipe = _DEFAULT if recipe is None else recipe
         self._group = amax_reduction_group
+        self._outer: list[ThreadScope] = []
 
     def __enter__(self) -> None:
-        _C.enter_autocast(
-            self._enabled, self._calibrating, self._recipe._native, _share_amax(self._group)
-        )
+        traced = is_compiling()
+        if not traced:
+            _C.enter_autocast(
+                self._enabled, self._calibrating, self._recipe._native, _share_amax(self._group)
+            )
+        elif _shares_amax(self._group):
+            raise NotImplementedError(
+                "[autocast] largest values cannot be shared between processes inside a compiled "
+                "function; enter autocast around it"
+            )
+        self._recipe._be_known()
+        active = self._enabled or self._calibrating
+        key = self._recipe._key if active else ""
+        flags = "enabled" if self._enabled else "calibrating" if active else ""
+        if traced:
+            self._outer.append((SCOPE.recipe, SCOPE.flags, SCOPE.own))
+        else:
+            self._outer.append(THREAD.scope)
+            THREAD.scope = (key, flags, False)
+        SCOPE.recipe, SCOPE.flags, SCOPE.own = key, flags, traced
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        _C.exit_autocast(kind is None)
+        outer = self._outer.pop()
+        SCOPE.recipe, SCOPE.flags, SCOPE.own = outer
+        if not is_compiling():
+            THREAD.scope = outer
+            _C.exit_autocast(kind is None)
+        elif not SCOPE.own and SCOPE.met:
+            from ..ops import traced
+
+            if kind is None:
+                traced.update_delayed()
+            SCOPE.met.clear()
 
 
 def fp8_autocast(
@@ -122,7 +163,7 @@ def checkpoint(
             "[checkpoint] distribute_saved_activations, get_rng_state_tracker and tp_group are not "
             "available in this version"
         )
-    state = _C.capture_autocast()
+    state = _Captured(_C.capture_autocast(), THREAD.scope)
     if use_reentrant:
         if context_fn is not None:
             raise ValueError("[checkpoint] context_fn needs use_reentrant=False")
@@ -145,30 +186,41 @@ def checkpoint(
     )
 
 
+class _Captured(NamedTuple):
+    """A thread's context, in the core and as traced code sees it."""
+
+    core: _C.AutocastState
+    scope: ThreadScope
+
+
 class _Recompute:
     """Runs something again as it ran in a captured context, inside another context if there is one.
 
     Reusable: a graph may be run backward more than once.
     """
 
-    def __init__(self, state: _C.AutocastState, outer: AbstractContextManager[Any] | None = None):
+    def __init__(self, state: _Captured, outer: AbstractContextManager[Any] | None = None):
         self._state = state
         self._outer = outer or nullcontext()
-        self._scopes: list[_C.RecomputeScope] = []
+        self._scopes: list[tuple[_C.RecomputeScope, ThreadScope, ThreadScope]] = []
 
     def __enter__(self) -> None:
         self._outer.__enter__()
-        self._scopes.append(_C.RecomputeScope(self._state))
+        before = (THREAD.scope, (SCOPE.recipe, SCOPE.flags, SCOPE.own))
+        self._scopes.append((_C.RecomputeScope(self._state.core), *before))
+        THREAD.scope = self._state.scope
+        SCOPE.recipe, SCOPE.flags, SCOPE.own = self._state.scope
 
     def __exit__(self, *exception: Any) -> bool | None:
-        self._scopes.pop().exit()
+        scope, THREAD.scope, (SCOPE.recipe, SCOPE.flags, SCOPE.own) = self._scopes.pop()
+        scope.exit()
         return self._outer.__exit__(*exception)
 
 
 class _Again:
     """A function whose first call is as it is, and whose later ones are recomputations of it."""
 
-    def __init__(self, function: Callable[..., Any], state: _C.AutocastState) -> None:
+    def __init__(self, function: Callable[..., Any], state: _Captured) -> None:
         self._function = function
         self._state = state
         self._called = False

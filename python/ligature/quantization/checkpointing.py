@@ -30,7 +30,8 @@ from .recipe import DelayedScaling
 from .recipe_text import delayed_from_description
 
 if TYPE_CHECKING:
-    from ..ops.op import BasicOperation, FusibleOperation
+    from ..ops.fusible import FusibleOperation
+    from ..ops.op import BasicOperation
 
 VERSION = 1
 _STATE = "_recipe_state."
@@ -181,12 +182,17 @@ def _state_names(*modes: str) -> list[str]:
     return names
 
 
+def state_keys(prefix: str) -> list[str]:
+    """Every key that the recipe state of an operation may have."""
+    return [f"{prefix}{_STATE}{name}" for name in _state_names()]
+
+
 # -- a whole model
 
 
 def check(model: torch.nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Refuses a checkpoint that some operation of the model cannot take, before any is changed."""
-    from ..ops.op import FusibleOperation
+    from ..ops.fusible import FusibleOperation
 
     if not isinstance(state_dict, Mapping):
         return  # torch says so

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from .. import _C
+from .scope import RECIPES
 
 
 class _Largest(NamedTuple):
@@ -134,7 +135,18 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in self._checks:
             self._check(name, getattr(self, name))
-        self.__dict__["_twin"] = self._make_twin(self._values())
+        self._take_twin(self._make_twin(self._values()))
+
+    def _take_twin(self, twin: _C.Recipe) -> None:
+        self.__dict__["_twin"] = twin
+        self.__dict__["_key"] = twin.key  # traced code reads it
+
+    def _be_known(self) -> str:
+        RECIPES[self._native.key] = self._native
+        return "known"
+
+    # A compiler runs it once, while it traces.
+    _be_known._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _check(self, name: str, value: Any) -> None:
         wanted, is_right = self._checks[name]
@@ -155,7 +167,7 @@ class Recipe:
         now = self._make_twin({**self._values(), name: value})
         before = self._native
         self.__dict__[name] = value
-        self.__dict__["_twin"] = now
+        self._take_twin(now)
         _C.replace_recipe(before, now)
 
     def _values(self) -> dict[str, Any]:
@@ -178,7 +190,8 @@ class Recipe:
     def _native(self) -> _C.Recipe:
         twin: _C.Recipe | None = self.__dict__.get("_twin")
         if twin is None:
-            twin = self.__dict__["_twin"] = self._make_twin(self._values())
+            twin = self._make_twin(self._values())
+            self._take_twin(twin)
         return twin
 
     def _options(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +215,7 @@ class Recipe:
         return not any("#" in function_key(function) for function in functions)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_twin"}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_twin", "_key")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -230,7 +243,7 @@ def object_of(host: tuple[Any, type, dict[str, Any]], native: _C.Recipe) -> Reci
     if recipe is not None and recipe._native.key == native.key:
         return recipe
     made: Recipe = object.__new__(cls)
-    made.__dict__.update(values, _twin=native)
+    made.__dict__.update(values, _twin=native, _key=native.key)
     return made
 
 

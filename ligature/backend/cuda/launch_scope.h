@@ -1,0 +1,68 @@
+// Launches of small pipelines go out together. A launch costs the host several microseconds, a CUDA
+// graph of all launches of one direction little more than one of them. So while a LaunchScope is
+// open on a thread the backend's launches are held; when it ends they are launched, as a graph
+// where the very same launches, with the same memory, were seen before. Memory that a held launch
+// uses is held with it, and whatever else might look at results on the way, any ATen call or a
+// user's operation, has everything launched first. Every build has these; without the CUDA backend
+// they do nothing.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <optional>
+
+namespace ligature::cuda {
+
+using at::Tensor;
+
+class LaunchScope {
+ public:
+  /// Launches are held where `input` is small and on a GPU, and its stream is not being captured.
+  explicit LaunchScope(const Tensor& input);
+  ~LaunchScope();
+  LaunchScope(const LaunchScope&) = delete;
+  LaunchScope& operator=(const LaunchScope&) = delete;
+
+  /// Launches what is held and ends the scope; what goes wrong is told here.
+  void finish();
+
+ private:
+  bool open_ = false;
+  std::optional<c10::impl::IncludeDispatchKeyGuard> sees_aten_;
+};
+
+/// Holds nothing while it lives, and first launches what is held: for code that is not ours.
+class LaunchPause {
+ public:
+  explicit LaunchPause(bool launch = true);
+  ~LaunchPause();
+  LaunchPause(const LaunchPause&) = delete;
+  LaunchPause& operator=(const LaunchPause&) = delete;
+
+ private:
+  void* paused_ = nullptr;
+};
+
+/// Are this thread's launches being held?
+bool holds_launches();
+
+/// Launches what this thread holds.
+void launch_held();
+
+/// Keeps a tensor's memory until everything held so far is launched.
+void hold_memory(const Tensor& tensor);
+
+/// On unless LIGATURE_LAUNCH_GRAPHS=0 is set.
+void set_launch_graphs(bool on);
+bool launch_graphs();
+
+/// Of this process so far.
+struct LaunchCounts {
+  int64_t graphs = 0;    ///< that were made
+  int64_t replayed = 0;  ///< times that one was launched
+  int64_t single = 0;    ///< held launches that went out one by one
+};
+LaunchCounts launch_counts();
+
+}  // namespace ligature::cuda

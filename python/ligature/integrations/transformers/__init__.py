@@ -1,0 +1,24 @@
+"""Decoders of the transformers package with their MLPs and norms computed by Ligature.
+
+:func:`replace` changes a model in place; its checkpoints stay what they were::
+
+    from transformers import AutoModelForCausalLM
+    from ligature.integrations.transformers import replace
+
+    model = AutoModelForCausalLM.from_pretrained(...)
+    print(replace(model))
+"""
+
+from .modules import GatedMLP, NormInMLP
+from .replacing import gradient_checkpointing_enable, replace
+from .report import Left, Replaced, Report
+
+__all__ = [
+    "GatedMLP",
+    "Left",
+    "NormInMLP",
+    "Replaced",
+    "Report",
+    "gradient_checkpointing_enable",
+    "replace",
+]

@@ -1,0 +1,225 @@
+"""Operations written in Python in compiled graphs, what breaks a graph or is refused,
+torch.export, and torch's own checks of the functions that graphs call."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from compile_support import Pair, mlp, one_thread
+from functorch.compile import make_boxed_func
+from ligature.common.recipe import DelayedScaling, Float8CurrentScaling
+from torch._dynamo.backends.common import aot_autograd
+
+import ligature as te
+
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("error:.*may not alias"),
+]
+
+ops = te.ops
+Tensor = torch.Tensor
+H = 16
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+class Gain(ops.BasicOperation):
+    """y = x * w, in the split form."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, size))
+
+    def op_forward_compute(self, input_: Tensor, *, requires_grad: bool, **unused: Any) -> Any:
+        return input_ * self.weight, (), {"rank": input_.dim()}
+
+    def op_forward_save_ctx(
+        self, ctx: Any, input_: Tensor, tensors_to_save: Any, *, requires_grad: bool, **unused: Any
+    ) -> None:
+        ctx.save_for_backward(input_)
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        assert ctx.rank == x.dim()
+        dw = (grad_output * x).sum(tuple(range(x.dim() - 1)))
+        return grad_output * self.weight, (dw,)
+
+
+class Classic(ops.BasicOperation):
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
+        ctx.save_for_backward(input_)
+        return input_.square()
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad_output, ()
+
+
+def test_the_split_form() -> None:
+    pair = Pair(ops.Sequential(ops.LayerNorm(H), Gain(H), ops.Linear(H, H), Gain(H)))
+    for n in (6, 9, 12):
+        pair.step(torch.randn(n, H).requires_grad_(), dynamic=True)
+    assert pair.graphs == 1
+    pair = Pair(Gain(H))
+    pair.step(torch.randn(2, 3, H).requires_grad_())
+    assert pair.graphs == 1
+
+
+def test_the_classic_form_breaks_the_graph_once() -> None:
+    model = ops.Sequential(ops.Linear(H, H), Classic(), ops.Linear(H, H))
+
+    def function(x: Tensor) -> Tensor:
+        return model(x * 2) + 1
+
+    x = torch.randn(6, H)
+    why = torch._dynamo.explain(function)(x)
+    assert why.graph_break_count == 1
+    assert "split form" in str(why.break_reasons[0].reason)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager")
+    assert torch.equal(compiled(x), function(x))
+    torch._dynamo.reset()
+    strict = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Classic defines op_forward"):
+        strict(x)
+
+
+def low_precision_weight() -> torch.nn.Module:
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        return ops.Sequential(ops.Linear(32, 32), ops.GELU())
+
+
+def main_grad() -> torch.nn.Module:
+    model = ops.Sequential(ops.Linear(32, 32, accumulate_into_main_grad=True), ops.GELU())
+    model[0].weight.main_grad = torch.zeros(32, 32)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(low_precision_weight, "kept in low precision"), (main_grad, "adds into main_grad")],
+)
+def test_parameters_that_break_the_graph(make: Any, reason: str) -> None:
+    """They are computed in eager mode, between two graphs."""
+    results: list[list[Tensor]] = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = make()
+
+        def function(x: Tensor, model: torch.nn.Module = model) -> Tensor:
+            return model(x * 2) + 1
+
+        call = torch.compile(function, backend="aot_eager") if compiled else function
+        x = torch.randn(8, 32, requires_grad=True)
+        y = call(x)
+        y.square().sum().backward()
+        weight = model[0].weight
+        results.append([y, x.grad, getattr(weight, "main_grad", weight.grad), model[0].bias.grad])
+    for wanted, got in zip(*results, strict=True):
+        assert wanted.abs().sum() > 0
+        assert torch.equal(got, wanted)
+    torch._dynamo.reset()
+    strict = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
+        strict(x)
+
+
+def test_strict() -> None:
+    model = ops.Sequential(ops.Linear(H, H), ops.GELU(), strict=["ForwardLinearBiasActivation"])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(6, H)
+    assert torch.equal(compiled(x), model(x))
+    with te.strict("ForwardLinearBiasActivation"):
+        compiled(x)
+    with (
+        te.strict("ForwardLinearBiasAdd"),
+        pytest.raises(RuntimeError, match="ForwardLinearBiasAdd"),
+    ):
+        compiled(x)
+    model.append(torch.nn.Tanh())
+    with pytest.raises(Exception, match="strict cannot be checked in a compiled graph"):
+        compiled(x)
+
+
+def test_export() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(H, H)
+            self.block = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(torch.relu(self.first(x)))
+
+    model = Model().eval()
+    x = torch.randn(6, H)
+    batch = torch.export.Dim("batch", min=2, max=512)
+    for strict in (False, True):
+        with torch.no_grad():
+            program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},), strict=strict)
+        targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+        assert targets.count("ligature.pipeline_forward.default") == 1
+        for n in (6, 11):
+            x = torch.randn(n, H)
+            with torch.no_grad():
+                assert torch.equal(program.module()(x), model(x))
+
+
+def test_a_graph_outlives_its_model() -> None:
+    model = mlp()
+    with torch.no_grad():
+        program = torch.export.export(model, (torch.randn(6, H),))
+    graph = program.module()
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="must live as long as the graph"):
+        graph(torch.randn(6, H))
+
+
+class Recorder(torch.fx.Interpreter):
+    """Runs a graph and keeps what it gives to our functions."""
+
+    seen: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(target, "namespace", "") == "ligature":
+            self.seen[target._opname] = args
+        return super().call_function(target, args, kwargs)
+
+
+def recording(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+    return make_boxed_func(lambda *args: Recorder(gm).run(*args))
+
+
+def test_opcheck() -> None:
+    """Every function that graphs call, with the arguments that a graph gives it."""
+    recipe = DelayedScaling(amax_history_len=4)
+    model = mlp(32, 64)
+
+    def function(x: Tensor) -> Tensor:
+        with te.autocast(recipe=recipe):
+            return model(x)
+
+    torch._dynamo.reset()
+    Recorder.seen.clear()
+    compiled = torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=recording))
+    compiled(torch.randn(8, 32, requires_grad=True)).sum().backward()
+    seen = dict(Recorder.seen)
+    number = int(model._groups[0].traced.number)
+    scales, amaxes, histories = model._groups[0].traced.delayed[recipe._key]
+    seen["record_amax"] = (amaxes, torch.rand(len(amaxes)))
+    noted = [torch.tensor([1.0] * (len(amaxes) - 1) + [-1.0])]
+    seen["update_delayed"] = (scales, amaxes, histories, noted, number, recipe._key)
+    for name in ("pipeline_forward", "pipeline_backward", "record_amax", "update_delayed"):
+        args = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), seen[name])
+        torch.library.opcheck(getattr(torch.ops.ligature, name), args)

@@ -1,0 +1,293 @@
+"""torch.compile in low precision: every recipe, with autocast around the compiled function and
+inside it, against eager mode bit by bit, the state of delayed scaling included."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from compile_support import Pair, mlp, one_thread
+from ligature.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from quantized_reference import RECIPES, SOME_RECIPES
+
+import ligature as te
+
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("error:.*may not alias"),
+]
+
+ops = te.ops
+Tensor = torch.Tensor
+EVERY = pytest.mark.parametrize("name", RECIPES)
+SOME = pytest.mark.parametrize("name", SOME_RECIPES)
+H = 32
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def x_of(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).requires_grad_()
+
+
+class Inside(torch.nn.Module):
+    """Enters autocast in its forward."""
+
+    def __init__(self, model: torch.nn.Module, recipe: Recipe | None) -> None:
+        super().__init__()
+        self.model = model
+        self.recipe = recipe
+
+    def forward(self, x: Tensor) -> Tensor:
+        with te.autocast(recipe=self.recipe):
+            y = self.model(x)
+        return y * 2
+
+
+@EVERY
+def test_autocast_around(name: str) -> None:
+    recipe = RECIPES[name]()
+    pair = Pair(mlp(H, 64))
+    for seed in range(3):
+        pair.step(x_of(8, H, scale=1 + seed), scope=lambda: te.autocast(recipe=recipe), seed=seed)
+    assert pair.graphs == 1
+
+
+@SOME
+def test_autocast_inside(name: str) -> None:
+    pair = Pair(Inside(mlp(H, 64), RECIPES[name]()))
+    for seed in range(3):
+        pair.step(x_of(8, H, scale=1 + seed), seed=seed)
+    assert pair.graphs == 1
+
+
+def test_the_default_recipe_inside() -> None:
+    pair = Pair(Inside(mlp(H, 64), None))
+    for seed in range(2):
+        pair.step(x_of(8, H), seed=seed)
+    assert pair.graphs == 1
+
+
+@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+def test_inductor(name: str) -> None:
+    recipe = RECIPES[name]()
+    pair = Pair(mlp(H, 64), "inductor")
+    for seed in range(2):
+        pair.step(x_of(8, H), scope=lambda: te.autocast(recipe=recipe), seed=seed)
+    assert pair.graphs == 1
+
+
+@SOME
+def test_a_dynamic_batch(name: str) -> None:
+    """More rows than one block of any format: the compiler tells one block from several."""
+    recipe = RECIPES[name]()
+    pair = Pair(mlp(H, 64))
+    for n in (140, 200, 301):
+        pair.step(x_of(n, H), scope=lambda: te.autocast(recipe=recipe), seed=n, dynamic=True)
+    assert pair.graphs == 1
+
+
+@SOME
+def test_operations_that_hand_on_low_precision(name: str) -> None:
+    recipe = RECIPES[name]()
+    model = ops.Sequential(
+        ops.RMSNorm(H),
+        ops.Quantize(),
+        ops.Linear(H, H),
+        ops.GELU(),
+        ops.Quantize(backward=True),
+        ops.Linear(H, H),
+        ops.Dropout(0.25),
+    )
+    pair = Pair(model)
+    for seed in range(2):
+        pair.step(x_of(8, H), scope=lambda: te.autocast(recipe=recipe), seed=seed)
+    assert pair.graphs == 1
+
+
+def test_one_graph_per_recipe() -> None:
+    pair = Pair(mlp(H, 64))
+    first, second = DelayedScaling(amax_history_len=4), Float8CurrentScaling()
+    for _ in range(2):
+        pair.step(x_of(8, H))
+        pair.step(x_of(8, H), scope=lambda: te.autocast(recipe=first))
+        pair.step(x_of(8, H), scope=lambda: te.autocast(recipe=second))
+        pair.step(x_of(8, H), scope=lambda: te.autocast(enabled=False, recipe=second))
+    assert pair.graphs == 3
+    first.margin = 1
+    pair.step(x_of(8, H), scope=lambda: te.autocast(recipe=first))
+    assert pair.graphs == 4
+
+
+def test_calibration() -> None:
+    pair = Pair(mlp(H, 64))
+    recipe = DelayedScaling(amax_history_len=4)
+    for seed in range(2):
+        pair.step(
+            x_of(8, H),
+            scope=lambda: te.autocast(enabled=False, calibrating=True, recipe=recipe),
+            seed=seed,
+        )
+    pair.step(x_of(8, H), scope=lambda: te.autocast(recipe=recipe))
+    assert pair.graphs == 2
+
+
+def test_delayed_scaling_with_microbatches() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    pair = Pair(mlp(H, 64))
+    results: list[Any] = []
+    for call, model in ((pair.eager, pair.eager), (pair.compiled, pair.model)):
+        torch.manual_seed(3)
+        for step in range(3):
+            batches = [torch.randn(8, H) * (1 + step) for _ in range(3)]
+            outputs = []
+            for x in batches:
+                with te.autocast(recipe=recipe):
+                    outputs.append(call(x))
+            for y in outputs:
+                y.square().sum().backward()
+        results.append([*(p.grad for p in model.parameters())])
+        results[-1] += [v for v in model.state_dict().values() if isinstance(v, Tensor)]
+    for wanted, got in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+    assert pair.graphs == 1
+
+
+@SOME
+def test_training(name: str) -> None:
+    recipe = RECIPES[name]()
+    pair = Pair(mlp(H, 64))
+    losses: list[list[float]] = []
+    for call, model in ((pair.eager, pair.eager), (pair.compiled, pair.model)):
+        torch.manual_seed(7)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses.append([])
+        for _ in range(10):
+            x = torch.randn(8, H)
+            with te.autocast(recipe=recipe):
+                y = call(x)
+            loss = (y - x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert pair.graphs == 1
+    assert losses[0] == losses[1]
+
+
+def test_inference() -> None:
+    recipe = DelayedScaling()
+    pair = Pair(mlp(H, 64))
+    for scope in (torch.no_grad, torch.inference_mode):
+        for _ in range(2):
+            with scope():
+                pair.step(x_of(8, H), scope=lambda: te.autocast(recipe=recipe))
+
+
+def test_a_thread_with_another_recipe_is_refused() -> None:
+    model = mlp(H, 64)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(8, H)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            compiled(x)
+        except RuntimeError as error:
+            errors.append(error)
+
+    recipe = Float8CurrentScaling()
+    with te.autocast(recipe=recipe):
+        compiled(x)
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1
+    assert "compiled for Float8CurrentScaling" in str(errors[0])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+def test_a_checkpoint(name: str, use_reentrant: bool) -> None:
+    """Backward is called outside of autocast, after the factors have moved on."""
+    recipe = RECIPES[name]()
+    pair = Pair(mlp(H, 64))
+    results: list[list[Tensor]] = []
+    for call, model in ((pair.eager, pair.eager), (pair.compiled, pair.model)):
+        torch.manual_seed(3)
+        for step in range(3):
+            x = x_of(8, H, scale=1 + step)
+            with te.autocast(recipe=recipe):
+                y = te.checkpoint(call, x, use_reentrant=use_reentrant)
+            y.square().sum().backward()
+        results.append([y, x.grad, *(p.grad for p in model.parameters())])
+        results[-1] += [v for v in model.state_dict().values() if isinstance(v, Tensor)]
+    for wanted, got in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_a_checkpoint_with_delayed_scaling_inside_is_refused() -> None:
+    compiled = torch.compile(
+        Inside(mlp(H, 64), DelayedScaling()), fullgraph=True, backend="aot_eager"
+    )
+    y = te.checkpoint(compiled, x_of(8, H), use_reentrant=False)
+    with pytest.raises(RuntimeError, match="enter autocast around the checkpoint"):
+        y.sum().backward()
+
+
+def test_threads_that_overlap_leave_nothing_behind() -> None:
+    model = mlp(H, 64)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(8, H)
+    inside, outside = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with te.autocast(recipe=Float8CurrentScaling()):
+            inside.set()
+            outside.wait()
+
+    thread = threading.Thread(target=run)
+    with te.autocast(recipe=DelayedScaling()):
+        thread.start()
+        inside.wait()
+    outside.set()
+    thread.join()
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_after_an_autocast_that_ended_in_an_error() -> None:
+    model = mlp(H, 64)
+    x = torch.randn(8, H)
+    recipe = DelayedScaling(scaling_factor_compute_algo=lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), te.autocast(recipe=recipe):
+        model(x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_sharing_largest_values_inside_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[te.autocast.__module__]
+    monkeypatch.setattr(module, "_share_amax", lambda group: print)
+    compiled = torch.compile(
+        Inside(mlp(H, 64), DelayedScaling()), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(Exception, match="enter autocast around it"):
+        compiled(torch.randn(8, H))
+
+
+def test_a_quantized_result_is_refused() -> None:
+    model = ops.Sequential(ops.Linear(H, H), ops.Quantize())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with (
+        te.autocast(recipe=Float8CurrentScaling()),
+        pytest.raises(Exception, match="cannot return a quantized tensor"),
+    ):
+        compiled(torch.randn(8, H))
