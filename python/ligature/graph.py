@@ -231,5 +231,5 @@ def _wrap(function: Any, graphs: Sequence[Graph]) -> Callable[..., Any]:
     graphed = Graphed(graphs)
     if not isinstance(function, torch.nn.Module):
         return graphed
-    function.forward = GraphedForward(function, graphed)  # type: ignore[method-assign]
+    function.forward = GraphedForward(function, graphed)
     return function

@@ -65,17 +65,16 @@ class Arguments:
         else:
             leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
             if spec != self.spec:
-                raise TypeError(
-                    f"{NAME} arguments must be given as in the sample, {self.spec}, got {spec}"
-                )
+                wanted, got = (" ".join(str(one).split()) for one in (self.spec, spec))
+                raise TypeError(f"{NAME} arguments must be as in the sample, {wanted}, got {got}")
         given = []
-        for i, (leaf, wanted) in enumerate(zip(leaves, self.leaves, strict=True)):
-            if isinstance(wanted, torch.Tensor):
-                self._check(i, leaf, wanted)
+        for i, (leaf, sample) in enumerate(zip(leaves, self.leaves, strict=True)):
+            if isinstance(sample, torch.Tensor):
+                self._check(i, leaf, sample)
                 given.append(leaf)
-            elif leaf is not wanted and leaf != wanted:
+            elif leaf is not sample and leaf != sample:
                 raise ValueError(
-                    f"{NAME} argument {i} is part of the graph and must be {wanted!r}, got {leaf!r}"
+                    f"{NAME} argument {i} is part of the graph and must be {sample!r}, got {leaf!r}"
                 )
         return given
 
@@ -163,7 +162,7 @@ class Piece:
                 if tensor.requires_grad and grad is None and not hasattr(tensor, "main_grad"):
                     kind = "argument" if i < len(self.arguments.tensors) else "parameter"
                     raise ValueError(
-                        f"{NAME} a {kind} {describe(tensor)} requires a gradient and gets none; "
+                        f"{NAME} {kind} {describe(tensor)} requires a gradient and gets none; "
                         "allow_unused_input=True allows that"
                     )
         return result
