@@ -118,7 +118,10 @@ def peak_bytes(step: Step) -> int:
 
 def measure_shape(title: str, runs: dict[str, Run], rounds: int) -> list[dict[str, Any]]:
     memory = {name: peak_bytes(run) for name, run in runs.items() if isinstance(run, Step)}
+    # A default device is a mode that every call from Python goes through: not while this is timed.
+    torch.set_default_device(None)
     times = dict(zip(runs, gpu_seconds(list(runs.values()), rounds), strict=True))
+    torch.set_default_device("cuda")
     print(f"\n{title}")
     print(f"{'':<22}{'ms':>9}{'of eager':>10}{'of floor':>10}{'peak GiB':>10}")
     rows = []
@@ -145,8 +148,7 @@ def measure_shape(title: str, runs: dict[str, Run], rounds: int) -> list[dict[st
 
 def measure_host(names: list[str]) -> list[dict[str, Any]]:
     t, h, f = 64, 256, 512
-    # A default device is a mode that every call from Python goes through: not while this is timed.
-    torch.set_default_device(None)
+    torch.set_default_device(None)  # as above
     x = torch.randn(t, h, dtype=BF16, device="cuda", requires_grad=True)
     dy = torch.randn(t, h, dtype=BF16, device="cuda")
     print(f"\nhost, T{t} h{h} f{f}, µs until the call returns")

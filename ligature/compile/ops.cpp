@@ -81,7 +81,10 @@ void update_delayed(at::TensorList scales, at::TensorList amaxes, at::TensorList
 }  // namespace
 
 TORCH_LIBRARY(ligature, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
+  // A compiler that captures CUDA graphs leaves these out: weights that are kept in low precision,
+  // and the end of a backward pass, where delayed scaling is updated, are not part of its graphs.
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded,
+                                     at::Tag::cudagraph_unsafe};
   m.def(
       "pipeline_forward(Tensor input, Tensor[] params, Tensor[] extra_inputs, Tensor[] scales, "
       "int fuser, int call, int structure) -> Tensor[]",
@@ -90,7 +93,7 @@ TORCH_LIBRARY(ligature, m) {
       "pipeline_backward(Tensor?[] grads, Tensor[] kept, SymInt[] sizes, "
       "int fuser, int call, int structure) -> Tensor[]",
       tags);
-  const std::vector<at::Tag> compliant = {at::Tag::pt2_compliant_tag};
+  const std::vector<at::Tag> compliant = {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   m.def("record_amax(Tensor(a!)[] amaxes, Tensor largest) -> ()", compliant);
   m.def(
       "update_delayed(Tensor(a!)[] scales, Tensor(b!)[] amaxes, Tensor(c!)[] histories, "

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <set>
+#include <tuple>
 
 #include "device.h"
 #include "ligature/fuser/registry.h"
@@ -36,8 +37,13 @@ CheckOptions walk_options() {
   return options;
 }
 
-void expect_proven(ligature::Pass pass, const CheckOptions& options) {
-  for (const auto& fusion : registered_fusions(pass)) {
+/// So that several processes can share the fusions of a pass.
+constexpr size_t kParts = 4;
+
+void expect_proven(ligature::Pass pass, size_t part, const CheckOptions& options) {
+  const auto fusions = registered_fusions(pass);
+  for (size_t i = part; i < fusions.size(); i += kParts) {
+    const auto& fusion = fusions[i];
     const auto* rule = std::get_if<FusionRule>(fusion.get());
     ASSERT_NE(rule, nullptr) << fusion_name(*fusion)
                              << " is no rule, so it needs a test of its own";
@@ -50,32 +56,37 @@ void expect_proven(ligature::Pass pass, const CheckOptions& options) {
   }
 }
 
-TEST_F(TestingWalk, EveryForwardFusion) { expect_proven(ligature::Pass::Forward, walk_options()); }
-TEST_F(TestingWalk, EveryBackwardFusion) {
-  expect_proven(ligature::Pass::Backward, walk_options());
-}
-TEST_F(TestingWalk, EveryJointFusion) { expect_proven(ligature::Pass::Joint, walk_options()); }
+class TestingWalkFusions
+    : public OneThread,
+      public ::testing::WithParamInterface<std::tuple<ligature::Pass, size_t>> {
+ protected:
+  static void expect(const CheckOptions& options) {
+    expect_proven(std::get<0>(GetParam()), std::get<1>(GetParam()), options);
+  }
+};
 
-TEST_F(TestingWalk, EveryFusionWithParametersOfAnotherDtype) {
+TEST_P(TestingWalkFusions, AreProven) { expect(walk_options()); }
+
+TEST_P(TestingWalkFusions, AreProvenWithParametersOfAnotherDtype) {
   CheckOptions options = walk_options();
   options.max_patterns = 6;
   options.dtypes = {{at::kBFloat16, at::kFloat}, {at::kFloat, at::kBFloat16}, at::kHalf};
-  for (const auto pass :
-       {ligature::Pass::Forward, ligature::Pass::Backward, ligature::Pass::Joint}) {
-    expect_proven(pass, options);
-  }
+  expect(options);
 }
 
-TEST_F(TestingWalk, EveryFusionUnderAutocast) {
+TEST_P(TestingWalkFusions, AreProvenUnderAutocast) {
   CheckOptions options = walk_options();
   options.max_patterns = 6;
   options.dtypes = {at::kFloat, at::kBFloat16};
   options.autocast = at::kBFloat16;
-  for (const auto pass :
-       {ligature::Pass::Forward, ligature::Pass::Backward, ligature::Pass::Joint}) {
-    expect_proven(pass, options);
-  }
+  expect(options);
 }
+
+INSTANTIATE_TEST_SUITE_P(Passes, TestingWalkFusions,
+                         ::testing::Combine(::testing::Values(ligature::Pass::Forward,
+                                                              ligature::Pass::Backward,
+                                                              ligature::Pass::Joint),
+                                            ::testing::Range(size_t{0}, kParts)));
 
 TEST_F(TestingWalk, ExamplesCoverTheWholePattern) {
   EXPECT_EQ(ligature::testing::unknown_operations(), std::vector<std::string>());

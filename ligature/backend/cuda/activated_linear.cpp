@@ -181,12 +181,6 @@ bool exists(const Gemm& gemm, const Tensor& x) {
   return gemm_available(gemm, place_of(x));
 }
 
-Tensor empty_rows(const Tensor& x, int64_t columns) {
-  at::DimVector shape(x.sizes());
-  shape.back() = columns;
-  return empty_on(shape, x.scalar_type(), x.device());
-}
-
 bool fits_forward(const Tensor& x, const Tensor& w, const Tensor& bias,
                   const ActivationSpec& spec) {
   return is_served(spec) && is_matrix(x) && is_matrix(w) && x.device() == w.device() &&

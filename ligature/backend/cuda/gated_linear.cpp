@@ -43,12 +43,6 @@ void check_taken(const char* op, const Tensor& x, const Tensor& w, const Activat
                  kernels::activation_name(spec.kind));
 }
 
-Tensor empty_rows(const Tensor& x, int64_t columns) {
-  at::DimVector shape(x.sizes());
-  shape.back() = columns;
-  return empty_on(shape, x.scalar_type(), x.device());
-}
-
 }  // namespace
 
 bool has_gated_linear(const ActivationSpec& spec, at::ScalarType dtype, at::Device device) {

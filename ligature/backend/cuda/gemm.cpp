@@ -93,13 +93,6 @@ bool has_product(at::ScalarType operands, at::ScalarType result) {
   return operands == result || result == at::kFloat;
 }
 
-Tensor empty_rows(const Tensor& x, int64_t columns) {
-  if (x.dim() == 2) return empty_on({x.size(0), columns}, x.scalar_type(), x.device());
-  at::DimVector shape(x.sizes());
-  shape.back() = columns;
-  return empty_on(shape, x.scalar_type(), x.device());
-}
-
 /// d = factors * a b + bias + c. `c`: undefined, another tensor of d's shape, or d itself. d is
 /// row-major; a product of a's and b's dtype with such a result exists.
 void multiply(const Tensor& d, const Side& a, const Side& b, const Tensor& c,

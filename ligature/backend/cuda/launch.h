@@ -48,6 +48,13 @@ inline Tensor empty_on(at::IntArrayRef sizes, at::ScalarType dtype, at::Device d
   return made;
 }
 inline Tensor empty_as(const Tensor& x) { return empty_on(x.sizes(), x.scalar_type(), x.device()); }
+/// Rows of another length, as many as x has.
+inline Tensor empty_rows(const Tensor& x, int64_t columns) {
+  if (x.dim() == 2) return empty_on({x.size(0), columns}, x.scalar_type(), x.device());
+  at::DimVector shape(x.sizes());
+  shape.back() = columns;
+  return empty_on(shape, x.scalar_type(), x.device());
+}
 
 /// Null for an undefined tensor.
 inline const void* data_of(const Tensor& x) { return x.defined() ? x.const_data_ptr() : nullptr; }
