@@ -15,7 +15,6 @@
 
 #include "ligature/backend/cpu/vector_math.h"
 #include "ligature/backend/cuda/launch_scope.h"
-#include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/kernels/log.h"
 #include "ligature/ops/prepare.h"
 #include "ligature/version.h"

@@ -59,8 +59,8 @@ struct Config {
   std::vector<Availability> formats;
 };
 
-/// Whether small pipelines launch their kernels together, which saves the host most of the time that
-/// launches cost. On unless LIGATURE_LAUNCH_GRAPHS=0 is set; without the CUDA backend there is
+/// Whether small pipelines launch their kernels together, which saves the host most of the time
+/// that launches cost. On unless LIGATURE_LAUNCH_GRAPHS=0 is set; without the CUDA backend there is
 /// nothing to turn on.
 void set_launch_graphs(bool on);
 
