@@ -225,3 +225,12 @@ def test_it_is_told() -> None:
     assert te.show_config("dict")["cuda"]["launch_graphs"] is True
     te.set_launch_graphs(False)
     assert te.show_config("dict")["cuda"]["launch_graphs"] is False
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device_than_the_current_one() -> None:
+    model, x = make(), torch.randn(64, H, dtype=torch.bfloat16)
+    wanted = model(x).detach()
+    model, x = model.to("cuda:1"), x.to("cuda:1")
+    for _ in range(6):
+        assert torch.equal(model(x).to("cuda:0"), wanted)

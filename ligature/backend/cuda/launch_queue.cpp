@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 #include <torch/library.h>
@@ -239,6 +240,7 @@ bool LaunchQueue::replay() {
 
 void LaunchQueue::flush() {
   if (!items_.empty()) {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
     // Whatever happens, nothing is launched twice.
     struct Clear {
       LaunchQueue& queue;
