@@ -96,6 +96,7 @@ std::vector<Tensor> run_backward(const BackwardCall& call, const BackwardNeed& n
     }
   } restore{contexts, flags_of_forward};
 
+  cuda::LaunchScope launches(dy.is_quantized() ? Tensor() : dy.tensor());
   c10::SmallVector<OperationContext*, 8> ctxs;
   for (size_t s = plan.backward.size(); s-- > 0;) {
     const PlanStep& step = plan.backward[s];
@@ -168,6 +169,7 @@ std::vector<Tensor> run_backward(const BackwardCall& call, const BackwardNeed& n
     dy = std::move(step_result.grad_input);
     call.saved.used(step.first, end);
   }
+  launches.finish();
   if (need.lowest_op == 0 && n > 0 && need.flags[0].input) {
     result[0] = dy.is_quantized() ? wrap_quantized(dy.quantized()) : dy.tensor();
   }

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 
-#include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/fuser/forward_run.h"
 #include "ligature/fuser/node.h"
 #include "ligature/fuser/node_ptr.h"
@@ -171,9 +170,7 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
   at::NoGradGuard no_grad;
   ForwardRun run(*plan, call, grads, *contexts);
   {
-    cuda::LaunchScope launches(call.input.is_quantized() ? Tensor() : call.input.tensor());
     const Value y = run.run();
-    launches.finish();
     outputs.push_back(y.is_quantized() ? wrap_quantized(y.quantized()) : y.tensor());
   }
   outputs.resize(1 + plan->wiring->caller_outputs.size());

@@ -43,10 +43,12 @@ Value ForwardRun::run() {
   if (!call_.dry) {
     for (const auto& op : plan_.basic_ops) op->pre_fuser_forward(args_.back().requires_grad.op);
   }
+  cuda::LaunchScope launches(x.is_quantized() ? Tensor() : x.tensor());
   for (size_t k = 0; k < plan_.forward.size(); ++k) {
     if (plan_.forward[k].first >= checked_) check_from(plan_.forward[k].first, x);
     x = run_step(k, x);
   }
+  launches.finish();
   return x;
 }
 

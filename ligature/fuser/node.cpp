@@ -172,12 +172,8 @@ variable_list FuserNode::backward(variable_list& grads) {
     std::vector<Tensor>& unpacked;
     ~Clear() { unpacked.clear(); }
   } clear{unpacked_};
-  cuda::LaunchScope launches(dy.is_quantized() ? Tensor() : dy.tensor());
-  variable_list result =
-      run_backward({plan, *contexts_, param_offsets_, extra_outputs_, *this, this, trace_}, need,
-                   std::move(dy), std::move(caller_grads));
-  launches.finish();
-  return result;
+  return run_backward({plan, *contexts_, param_offsets_, extra_outputs_, *this, this, trace_}, need,
+                      std::move(dy), std::move(caller_grads));
 }
 
 namespace {
