@@ -5,6 +5,7 @@
 
 #include "ligature/backend/cuda/activated_linear.h"
 #include "ligature/check.h"
+#include "ligature/kernels/arguments.h"
 #include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
@@ -14,17 +15,7 @@ void check_operands(const char* op, const Tensor& x, const Tensor& w, int64_t in
                     const ActivationSpec& spec) {
   LIGATURE_CHECK(spec.kind == ActivationKind::GELU || spec.kind == ActivationKind::ReLU, "[", op,
                  "] wanted GELU or ReLU, got ", activation_name(spec.kind));
-  LIGATURE_CHECK(w.dim() == 2, "[", op, "] wanted w with 2 dimensions, got ", w.dim());
-  LIGATURE_CHECK(x.dim() > 0, "[", op, "] wanted an input with at least one dimension, got none");
-  LIGATURE_CHECK(x.size(-1) == w.size(inner), "[", op,
-                 "] wanted an input with a last dimension of ", w.size(inner), ", got ",
-                 x.size(-1));
-}
-
-Tensor rows_like(const Tensor& x, int64_t columns) {
-  at::DimVector shape(x.sizes());
-  shape.back() = columns;
-  return at::empty(shape, x.options());
+  check_product(op, x, w, inner);
 }
 
 Tensor aux_like(const Tensor& y, const ActivationSpec& spec) {

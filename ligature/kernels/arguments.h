@@ -1,11 +1,16 @@
-// Checks of arguments that a kernel shares with its forms that also quantize.
+// What kernels share with their forms that do more in the same pass: checks of arguments, and
+// shapes.
 #pragma once
 
 #include "ligature/kernels/activation.h"
 
 namespace ligature::kernels {
 
-/// `op`: as the error names it.
+/// A product of x and a matrix w, along dimension `inner` of w. `op`: as the error names it.
+void check_product(const char* op, const Tensor& x, const Tensor& w, int64_t inner);
+/// Memory for rows of another length, as many as x has.
+Tensor rows_like(const Tensor& x, int64_t columns);
+
 void check_norm(const char* op, const Tensor& x, const Tensor& w);
 
 void check_activation(const Tensor& x, const ActivationSpec& spec, const Tensor& scales);

@@ -5,27 +5,17 @@
 
 #include "ligature/backend/cuda/gated_linear.h"
 #include "ligature/check.h"
+#include "ligature/kernels/arguments.h"
 #include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
 namespace {
 
-/// `inner`: the dimension of w that the product goes along.
 void check_operands(const char* op, const Tensor& x, const Tensor& w, int64_t inner,
                     const ActivationSpec& spec) {
   LIGATURE_CHECK(is_gated(spec.kind), "[", op, "] wanted a gated activation, got ",
                  activation_name(spec.kind));
-  LIGATURE_CHECK(w.dim() == 2, "[", op, "] wanted w with 2 dimensions, got ", w.dim());
-  LIGATURE_CHECK(x.dim() > 0, "[", op, "] wanted an input with at least one dimension, got none");
-  LIGATURE_CHECK(x.size(-1) == w.size(inner), "[", op,
-                 "] wanted an input with a last dimension of ", w.size(inner), ", got ",
-                 x.size(-1));
-}
-
-Tensor rows_like(const Tensor& x, int64_t columns) {
-  at::DimVector shape(x.sizes());
-  shape.back() = columns;
-  return at::empty(shape, x.options());
+  check_product(op, x, w, inner);
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 
 #include "ligature/backend/cuda/gemm.h"
 #include "ligature/check.h"
+#include "ligature/kernels/arguments.h"
 #include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
@@ -65,6 +66,20 @@ const char* backend_of(const Tensor& x, bool cuda) {
 }
 
 }  // namespace
+
+void check_product(const char* op, const Tensor& x, const Tensor& w, int64_t inner) {
+  LIGATURE_CHECK(w.dim() == 2, "[", op, "] wanted w with 2 dimensions, got ", w.dim());
+  LIGATURE_CHECK(x.dim() > 0, "[", op, "] wanted an input with at least one dimension, got none");
+  LIGATURE_CHECK(x.size(-1) == w.size(inner), "[", op,
+                 "] wanted an input with a last dimension of ", w.size(inner), ", got ",
+                 x.size(-1));
+}
+
+Tensor rows_like(const Tensor& x, int64_t columns) {
+  at::DimVector shape(x.sizes());
+  shape.back() = columns;
+  return at::empty(shape, x.options());
+}
 
 Tensor linear_forward(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& add,
                       double alpha) {

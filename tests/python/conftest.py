@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import ligature
+
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
@@ -19,6 +21,15 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every kind of device that this machine has. It is torch's default device during the test."""
     with torch.device(request.param):
         yield request.param
+
+
+@pytest.fixture
+def _cuda_backend(device: str) -> None:
+    """For tests of what our CUDA kernels alone do."""
+    if device != "cuda":
+        pytest.skip("needs a GPU")
+    if not ligature.show_config("dict")["cuda"]["built"]:
+        pytest.skip("built without the CUDA backend")
 
 
 @pytest.fixture(autouse=True)

@@ -27,13 +27,7 @@ from graph_support import (
 
 import ligature as te
 
-
-@pytest.fixture(autouse=True)
-def _needs_gpu(device: str) -> None:
-    if device != "cuda":
-        pytest.skip("needs a GPU")
-    if not te.show_config("dict")["cuda"]["built"]:
-        pytest.skip("built without the CUDA backend")
+pytestmark = pytest.mark.usefixtures("_cuda_backend")
 
 
 class WholeStep:

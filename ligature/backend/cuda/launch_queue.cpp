@@ -47,6 +47,7 @@ void check(cudaError_t error, const char* what) {
 struct Graph {
   std::vector<std::byte> bytes;
   Stream stream = nullptr;
+  int device = 0;
   cudaGraphExec_t exec = nullptr;
   uint64_t used = 0;
 };
@@ -225,11 +226,13 @@ bool LaunchQueue::replay() {
     }
     graph->bytes = bytes_;
     graph->stream = stream_;
+    graph->device = device_;
     graph->used = ++all.clock;
     seen.graph = std::move(graph);
     ++all.told.graphs;
     if (++all.count > kMaxGraphs) drop_oldest(all);
-  } else if (seen.graph->stream != stream_ || seen.graph->bytes != bytes_) {
+  } else if (seen.graph->stream != stream_ || seen.graph->device != device_ ||
+             seen.graph->bytes != bytes_) {
     return false;
   }
   seen.graph->used = ++all.clock;
@@ -239,23 +242,21 @@ bool LaunchQueue::replay() {
 }
 
 void LaunchQueue::flush() {
-  if (!items_.empty()) {
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
-    // Whatever happens, nothing is launched twice.
-    struct Clear {
-      LaunchQueue& queue;
-      ~Clear() {
-        queue.items_.clear();
-        queue.bytes_.clear();
-      }
-    } clear{*this};
-    if (!replay()) {
-      launch_all(stream_);
-      const std::lock_guard<std::mutex> lock(graphs().mutex);
-      graphs().told.single += static_cast<int64_t>(items_.size());
+  // Whatever happens, nothing is launched twice, and nothing is held for ever.
+  struct Clear {
+    LaunchQueue& queue;
+    ~Clear() {
+      queue.items_.clear();
+      queue.bytes_.clear();
+      queue.memory_.clear();
     }
-  }
-  memory_.clear();
+  } clear{*this};
+  if (items_.empty()) return;
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+  if (replay()) return;
+  launch_all(stream_);
+  const std::lock_guard<std::mutex> lock(graphs().mutex);
+  graphs().told.single += static_cast<int64_t>(items_.size());
 }
 
 LaunchScope::LaunchScope(const Tensor& input) {
