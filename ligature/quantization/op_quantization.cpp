@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <thread>
 
 #include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/backend/cuda/quantize.h"
@@ -151,6 +152,11 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
   if (!can_be_kept(weight)) return quantizer.quantize(weight, usage);
   std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t sum = sample_of(weight);
+  // Another thread may be about to launch what makes it.
+  if (launched_ != nullptr && !launched_->load(std::memory_order_acquire) &&
+      maker_ != std::this_thread::get_id()) {
+    return quantizer.quantize(weight, usage);
+  }
   const bool unchanged = holds(weight, usage) && sample_ == sum;
   if (unchanged && has_factor_of(quantizer)) return quantized_;
   // What runs again in a checkpoint has the factors of its first run: those of later steps are
@@ -159,8 +165,10 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
   // What is kept may be used in training later.
   const c10::InferenceMode no_inference(false);
   const Tensor factor = quantizer.delayed_scale();
-  QuantizedPtr made = quantizer.quantize(weight, usage);
-  cuda::launch_held();  // another thread may find it here
+  quantized_ = nullptr;  // its memory serves the new one, step by step the same
+  quantized_ = quantizer.quantize(weight, usage);
+  launched_ = cuda::when_launched();
+  maker_ = std::this_thread::get_id();
   weight_ =
       c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(weight.getIntrusivePtr());
   version_ = weight._version();
@@ -171,8 +179,7 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
   updates_ = quantizer.delayed != nullptr ? quantizer.delayed->updates : 0;
   settled_ = unchanged;
   usage_ = usage;
-  quantized_ = made;
-  return made;
+  return quantized_;
 }
 
 void WeightCache::clear() {

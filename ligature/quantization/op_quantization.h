@@ -1,8 +1,11 @@
 // What one operation has of a recipe: its quantizers, and the weight it quantized last.
 #pragma once
 
+#include <atomic>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <thread>
 
 #include "ligature/quantization/recipe.h"
 #include "ligature/value.h"
@@ -44,6 +47,8 @@ class WeightCache {
   Tensor factor_;                      // delayed scaling on a GPU: what it was made with,
   uint64_t updates_ = 0;               // how often that had been set,
   bool settled_ = false;               // and whether its own largest value has a part in that
+  std::shared_ptr<const std::atomic<bool>> launched_;  // on a GPU: is the kernel that makes it?
+  std::thread::id maker_;
   Usage usage_{false, false};
   QuantizedPtr quantized_;
 };

@@ -53,7 +53,7 @@ def train(
 ) -> list[torch.Tensor]:
     """Everything that a step gives, with new data and changed weights in each."""
     torch.manual_seed(11)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     seen = []
     for _ in range(steps):
         x = torch.randn(128, H, dtype=torch.bfloat16, requires_grad=True)

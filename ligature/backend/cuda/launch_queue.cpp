@@ -1,6 +1,7 @@
 #include "ligature/backend/cuda/launch_queue.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -193,6 +194,12 @@ void* LaunchQueue::place(size_t size, Run function, const char* name) {
   return bytes_.data() + begin + head;
 }
 
+std::shared_ptr<const std::atomic<bool>> LaunchQueue::when_launched() {
+  if (items_.empty()) return nullptr;
+  if (launched_ == nullptr) launched_ = std::make_shared<std::atomic<bool>>(false);
+  return launched_;
+}
+
 void LaunchQueue::change_stream(Stream stream) {
   flush();
   stream_ = stream;
@@ -249,6 +256,8 @@ void LaunchQueue::flush() {
       queue.items_.clear();
       queue.bytes_.clear();
       queue.memory_.clear();
+      if (queue.launched_ != nullptr) queue.launched_->store(true, std::memory_order_release);
+      queue.launched_ = nullptr;
     }
   } clear{*this};
   if (items_.empty()) return;
@@ -270,7 +279,10 @@ LaunchScope::LaunchScope(const Tensor& input) {
   of_thread.stream_ = stream;
   of_thread.device_ = input.device().index();
   LaunchQueue::current_ = &of_thread;
-  sees_aten_.emplace(kKey);
+  // A compiler's first call comes with every such key shut out.
+  excluded_ = c10::impl::tls_is_dispatch_key_excluded(kKey);
+  c10::impl::tls_set_dispatch_key_excluded(kKey, false);
+  c10::impl::tls_set_dispatch_key_included(kKey, true);
   open_ = true;
 }
 
@@ -279,7 +291,8 @@ void LaunchScope::finish() {
   open_ = false;
   LaunchQueue* queue = LaunchQueue::current_;
   LaunchQueue::current_ = nullptr;
-  sees_aten_.reset();
+  c10::impl::tls_set_dispatch_key_included(kKey, false);
+  c10::impl::tls_set_dispatch_key_excluded(kKey, excluded_);
   queue->flush();
 }
 
@@ -307,8 +320,9 @@ LaunchPause::~LaunchPause() {
 
 bool holds_launches() { return LaunchQueue::current() != nullptr; }
 
-void launch_held() {
-  if (LaunchQueue* queue = LaunchQueue::current()) queue->flush();
+std::shared_ptr<const std::atomic<bool>> when_launched() {
+  LaunchQueue* queue = LaunchQueue::current();
+  return queue != nullptr ? queue->when_launched() : nullptr;
 }
 
 void hold_memory(const Tensor& tensor) {

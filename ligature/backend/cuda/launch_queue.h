@@ -4,7 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstddef>
+#include <memory>
 #include <new>
 #include <tuple>
 #include <type_traits>
@@ -55,6 +57,8 @@ class LaunchQueue {
 
   void hold(const Tensor& tensor) { memory_.push_back(tensor); }
 
+  std::shared_ptr<const std::atomic<bool>> when_launched();
+
   /// Launches everything, and lets go of its memory.
   void flush();
 
@@ -86,6 +90,7 @@ class LaunchQueue {
   std::vector<Item> items_;
   std::vector<std::byte> bytes_;  ///< of functions and arguments, one after the other
   std::vector<Tensor> memory_;
+  std::shared_ptr<std::atomic<bool>> launched_;  ///< what when_launched() gave since
   Stream stream_ = nullptr;
   int device_ = 0;
 };

@@ -8,9 +8,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <optional>
+#include <atomic>
+#include <memory>
 
 namespace ligature::cuda {
 
@@ -28,8 +28,7 @@ class LaunchScope {
   void finish();
 
  private:
-  bool open_ = false;
-  std::optional<c10::impl::IncludeDispatchKeyGuard> sees_aten_;
+  bool open_ = false, excluded_ = false;
 };
 
 /// Holds nothing while it lives, and first launches what is held: for code that is not ours.
@@ -47,8 +46,9 @@ class LaunchPause {
 /// Are this thread's launches being held?
 bool holds_launches();
 
-/// Launches what this thread holds.
-void launch_held();
+/// Becomes true when everything that this thread holds so far is launched; null where nothing is
+/// held.
+std::shared_ptr<const std::atomic<bool>> when_launched();
 
 /// Keeps a tensor's memory until everything held so far is launched.
 void hold_memory(const Tensor& tensor);

@@ -10,7 +10,7 @@ LaunchPause::LaunchPause(bool) {}
 LaunchPause::~LaunchPause() = default;
 
 bool holds_launches() { return false; }
-void launch_held() {}
+std::shared_ptr<const std::atomic<bool>> when_launched() { return nullptr; }
 void hold_memory(const Tensor&) {}
 
 void set_launch_graphs(bool) {}
