@@ -51,7 +51,7 @@ run_tests() {
   status=0
   # shellcheck disable=SC2086
   "$python" tools/run_tests.py --gpu --jobs "$jobs" --limit "${TEST_SECONDS:-270}" --logs "$logs" \
-    --cpp $build/bin/ligature_tests --cpp-shards 12 "--cpp-filter=${TEST_FILTER:-*}" \
+    --cpp $build/bin/ligature_tests --cpp-shards 23 "--cpp-filter=${TEST_FILTER:-*}" \
     --ignore test_install.py -- ${PYTEST_ARGS:-} >"$logs/tests.log" || status=$?
   cat "$logs/tests.log"
   return "$status"
@@ -67,7 +67,7 @@ bench() {
 sanitize() {
   echo "== compute-sanitizer: memcheck, racecheck, initcheck"
   "$python" tools/run_tests.py --gpu --no-python --jobs "$jobs" --limit "${SANITIZE_SECONDS:-180}" \
-    --logs "$logs/sanitize" --cpp $build/bin/ligature_tests --cpp-shards 4 \
+    --logs "$logs/sanitize" --cpp $build/bin/ligature_tests --cpp-shards 5 \
     "--cpp-filter=${TEST_FILTER:-Cuda*:QuantizeCuda*-*MoreThan*}" \
     --under memcheck --under racecheck --under initcheck
 }

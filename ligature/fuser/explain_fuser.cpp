@@ -176,7 +176,7 @@ ExplainedCall OperationFuser::explain_call(Call&& given, const std::optional<Sit
   std::shared_ptr<const Plan> plan = situation.plan;
   if (plan == nullptr) {
     grads = plan_gradients(call, *wiring_, basic_ops_.size());
-    call.autocast = autocast_state();
+    situation.why_high_precision = enter_context(call, situation.input.meta.device);
     PlanKey key = key_for(call, grads);
     key.device = situation.input.meta.device;
     plan = plan_for(key, call.autocast.active(), false);
@@ -201,6 +201,10 @@ ExplainedCall OperationFuser::explain_call(Call&& given, const std::optional<Sit
   {
     std::lock_guard<std::mutex> lock(trace->mutex);
     out.part = explain_plan(*plan, *trace);
+  }
+  if (!situation.why_high_precision.empty()) {
+    if (!out.part.note.empty()) out.part.note += "; ";
+    out.part.note += situation.why_high_precision;
   }
   out.part.input = explained(situation.input);
   for (const auto& extra : situation.extra_inputs) {

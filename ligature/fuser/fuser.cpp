@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "ligature/fuser/builtin_scope.h"
+#include "ligature/fuser/precision.h"
 #include "ligature/fuser/strict.h"
 
 namespace ligature {
@@ -123,8 +124,15 @@ std::shared_ptr<const Plan> OperationFuser::plan_traced(const ValueMeta& input,
   return plan_for(key_for(input.dtype, input.device, autocast, grads), autocast.active(), true);
 }
 
+std::string OperationFuser::enter_context(Call& call, at::Device device) const {
+  call.autocast = autocast_state();
+  std::string why = why_high_precision(call, basic_ops_, device);
+  if (!why.empty()) call.autocast.enabled = call.autocast.calibrating = false;
+  return why;
+}
+
 void OperationFuser::remember(const Call& call, const std::shared_ptr<const Plan>& plan,
-                              const GradPlan& grads) {
+                              const GradPlan& grads, const std::string& why_high_precision) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!last_situation_) last_situation_.emplace();
   Situation& situation = *last_situation_;
@@ -142,6 +150,7 @@ void OperationFuser::remember(const Call& call, const std::shared_ptr<const Plan
     note(situation.extra_inputs[k], call.extra_inputs[k]);
   }
   situation.autocast_dtype = call.autocast_dtype;
+  situation.why_high_precision = why_high_precision;
   situation.gradients = at::GradMode::is_enabled();
   if (situation.plan != plan) situation.plan = plan;
   situation.grads.first_backward_op = grads.first_backward_op;
@@ -151,7 +160,7 @@ void OperationFuser::remember(const Call& call, const std::shared_ptr<const Plan
 
 std::vector<Tensor> OperationFuser::run(Call&& call) {
   check_call(call);
-  call.autocast = autocast_state();
+  const std::string why_high_precision = enter_context(call, call.input.device());
   const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
   const std::shared_ptr<const Plan> plan =
       plan_for(key_for(call, grads), call.autocast.active(), true);
@@ -161,7 +170,7 @@ std::vector<Tensor> OperationFuser::run(Call&& call) {
     call.trace = std::make_shared<Trace>(plan->forward.size(), plan->backward.size());
     call.trace->device = call.input.device().type();
   }
-  remember(call, plan, grads);
+  remember(call, plan, grads, why_high_precision);
   return execute(plan, std::move(call), grads);
 }
 

@@ -35,6 +35,7 @@ struct Situation {
   Input input;
   std::vector<Input> extra_inputs;
   std::optional<at::ScalarType> autocast_dtype;
+  std::string why_high_precision;  ///< inside an autocast that allows it
   bool gradients = true;
   /// Of a call that was made: what it ran, and what needed gradients then.
   std::shared_ptr<const Plan> plan;
@@ -120,7 +121,10 @@ class OperationFuser {
   /// `to_run`: it must hold what is strictly wanted, and becomes the last plan.
   std::shared_ptr<const Plan> plan_for(const PlanKey& key, const RecipePtr& recipe, bool to_run);
   void check_call(const Call& call) const;
-  void remember(const Call& call, const std::shared_ptr<const Plan>& plan, const GradPlan& grads);
+  /// The context of this thread, and why it is not followed: empty when it is.
+  std::string enter_context(Call& call, at::Device device) const;
+  void remember(const Call& call, const std::shared_ptr<const Plan>& plan, const GradPlan& grads,
+                const std::string& why_high_precision);
   std::vector<Tensor> trace_call(Call call, const std::shared_ptr<const Plan>& plan,
                                  const GradPlan& grads) const;
 

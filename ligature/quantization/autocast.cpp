@@ -122,6 +122,7 @@ void enter_autocast(AutocastOptions options) {
   next.calibrating = options.calibrating;
   next.recipe = options.recipe != nullptr ? std::move(options.recipe) : default_recipe();
   next.reduce_amax = std::move(options.reduce_amax);
+  next.only_where_faster = options.only_where_faster;
   next.session = thread.now.session != nullptr ? thread.now.session  // also one that runs again
                                                : std::make_shared<DelayedSession>();
   if (next.reduce_amax && !next.session->reduction()) {

@@ -43,6 +43,7 @@ struct AutocastState {
   bool calibrating = false;
   RecipePtr recipe;
   AmaxReduction reduce_amax;
+  bool only_where_faster = false;
   std::shared_ptr<DelayedSession> session;  ///< of the outermost context
 
   /// The recipe that plans depend on; null when nothing is quantized or calibrated.
@@ -54,6 +55,7 @@ struct AutocastOptions {
   bool calibrating = false;    ///< without `enabled`: compute in high precision, but note amax
   RecipePtr recipe = nullptr;  ///< by default DelayedScaling
   AmaxReduction reduce_amax = nullptr;
+  bool only_where_faster = false;  ///< high precision for calls that low precision makes slower
 };
 
 /// Of this thread.

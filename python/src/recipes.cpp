@@ -224,8 +224,8 @@ AmaxReduction reduction_from(const py::object& function) {
 }
 
 void enter(bool enabled, bool calibrating, const std::shared_ptr<Recipe>& recipe,
-           const py::object& reduce) {
-  enter_autocast({enabled, calibrating, recipe, reduction_from(reduce)});
+           const py::object& reduce, bool only_where_faster) {
+  enter_autocast({enabled, calibrating, recipe, reduction_from(reduce), only_where_faster});
 }
 
 py::tuple state_now() {
@@ -298,7 +298,7 @@ void bind_recipes(py::module_& m) {
   });
 
   m.def("enter_autocast", &enter, py::arg("enabled"), py::arg("calibrating"), py::arg("recipe"),
-        py::arg("reduce_amax"));
+        py::arg("reduce_amax"), py::arg("only_where_faster"));
   m.def("exit_autocast", &exit_autocast, py::arg("update"), NoGil());
   m.def("autocast_state", &state_now);
   py::class_<AutocastState>(m, "AutocastState");

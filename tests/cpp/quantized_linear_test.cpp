@@ -352,6 +352,27 @@ TEST(QuantizedLinear, ActivationsKeepTheirInputInFp8) {
   EXPECT_LT((dx - reference).abs().max().item<float>(), 0.1 * reference.abs().max().item<float>());
 }
 
+TEST(QuantizedLinear, LeftOutWhereItIsSlower) {
+  Block block(at::kBFloat16, false);
+  OperationFuser fuser({block.fc1.ptr()});
+  const Tensor x = torch::randn({32, 96}).to(at::kBFloat16);
+  const Tensor plain = fuser(x)[0];
+  AutocastOptions options{.recipe = std::make_shared<Float8CurrentScaling>()};
+  Tensor low;
+  {
+    Autocast autocast(options);
+    low = fuser(x)[0];
+    EXPECT_EQ(fuser.explain().parts[0].recipe, "Float8CurrentScaling");
+  }
+  options.only_where_faster = true;
+  Autocast autocast(options);
+  EXPECT_TRUE(torch::equal(fuser(x)[0], plain));
+  EXPECT_FALSE(torch::equal(low, plain));
+  const ExplainedPart part = fuser.explain().parts[0];
+  EXPECT_TRUE(part.recipe.empty());
+  EXPECT_NE(part.note.find("Float8CurrentScaling is left out"), std::string::npos) << part.note;
+}
+
 TEST(QuantizedLinear, RefusesFloat64) {
   BasicLinearOptions options(64, 32);
   options.device = at::kCPU;

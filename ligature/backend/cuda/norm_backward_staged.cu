@@ -175,6 +175,7 @@ __global__ void __launch_bounds__(Warps * Groups * kWarp, Blocks)
     if (stage == end) stage = begin;
   }
   await_batches<0>();
+  if (Groups > 1 && args.dx != nullptr && row - group < rows) group_sum.pass();
 
   if (args.dw_partials == nullptr && args.db_partials == nullptr) return;
   if constexpr (Groups > 1) {

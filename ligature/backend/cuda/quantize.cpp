@@ -370,6 +370,19 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
   return result;
 }
 
+namespace {
+
+/// all.narrow(0, i, 1), without the way through the dispatcher.
+Tensor entry_of(const Tensor& all, int64_t i) {
+  auto one = c10::make_intrusive<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(all.storage()), all.key_set(), all.dtype());
+  one->set_sizes_contiguous({1});
+  one->set_storage_offset(i);
+  return Tensor(std::move(one));
+}
+
+}  // namespace
+
 std::vector<Tensor> update_delayed(const std::vector<DelayedState>& states, int64_t margin,
                                    bool most_recent) {
   std::vector<Tensor> scales;
@@ -384,7 +397,7 @@ std::vector<Tensor> update_delayed(const std::vector<DelayedState>& states, int6
     const DelayedState& s = states[static_cast<size_t>(i)];
     const bool in_place = captured || s.overwrite;
     if (!in_place && !made.defined()) made = empty_on({n}, at::kFloat, any.device());
-    scales.push_back(in_place ? s.scale : made.narrow(0, i, 1));
+    scales.push_back(in_place ? s.scale : entry_of(made, i));
   }
   for (int64_t first = 0; first < n; first += kDelayedEntries) {
     const int64_t count = std::min<int64_t>(kDelayedEntries, n - first);

@@ -30,7 +30,7 @@ def hint(size: Any) -> int:
         return size
     from torch.fx.experimental import symbolic_shapes as torchs
 
-    name = "optimization_hint" if hasattr(torchs, "optimization_hint") else "hint_int"  # torch 2.11
+    name = "optimization_hint" if hasattr(torchs, "optimization_hint") else "size_hint"  # torch 2.11
     return int(getattr(torchs, name)(size, fallback=32))
 
 

@@ -55,6 +55,9 @@ class autocast:  # noqa: N801 - used like torch.autocast
         recipe: by default :func:`get_default_recipe`.
         amax_reduction_group: the processes that share the largest values of delayed scaling; None
             is torch's default group.
+        only_where_faster: compute in high precision where low precision would make a call slower:
+            small ones on a GPU that are not captured, and all where a device has no products of the
+            format. ``explain()`` says so. A compiled graph follows the recipe.
 
     Contexts nest, and each thread has its own. The backward pass uses what forward used, inside or
     outside the context. Delayed scaling moves on when the outermost context ends without an
@@ -67,8 +70,11 @@ class autocast:  # noqa: N801 - used like torch.autocast
         calibrating: bool = False,
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
+        *,
+        only_where_faster: bool = False,
     ) -> None:
-        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+        flags = {"enabled": enabled, "calibrating": calibrating}
+        for name, value in {**flags, "only_where_faster": only_where_faster}.items():
             if not isinstance(value, bool):
                 raise TypeError(f"[autocast] {name} must be a bool, got {value!r}")
         if recipe is not None and not isinstance(recipe, Recipe):
@@ -77,13 +83,18 @@ class autocast:  # noqa: N801 - used like torch.autocast
         self._calibrating = calibrating
         self._recipe = _DEFAULT if recipe is None else recipe
         self._group = amax_reduction_group
+        self._only_where_faster = only_where_faster
         self._outer: list[ThreadScope] = []
 
     def __enter__(self) -> None:
         traced = is_compiling()
         if not traced:
             _C.enter_autocast(
-                self._enabled, self._calibrating, self._recipe._native, _share_amax(self._group)
+                self._enabled,
+                self._calibrating,
+                self._recipe._native,
+                _share_amax(self._group),
+                self._only_where_faster,
             )
         elif _shares_amax(self._group):
             raise NotImplementedError(

@@ -58,6 +58,12 @@ class BlockSum {
     }
   }
 
+  /// Waits as in a sum, for a group that has none to add while others do: compute-sanitizer takes
+  /// blocks whose groups waited unequally often for a race at the next __syncthreads().
+  __device__ __forceinline__ void pass() {
+    if constexpr (Warps > 1) wait(static_cast<int>(threadIdx.x) / kWarp / Warps);
+  }
+
  private:
   static_assert(Warps == 1 || Groups < 16, "a block has 16 barriers");
 
