@@ -6,7 +6,8 @@
 # build_package leaves the C++ tests and examples out: enough for bench. What is printed is short;
 # whole logs are in $OUT (build/gpu/logs).
 # JOBS: parallel compile jobs and test processes (all cores). CUDA_ARCHITECTURES: as 90a. BENCH_ARGS
-# go to bench.py; TEST_FILTER is a gtest filter for test and sanitize; PYTEST_ARGS go to pytest.
+# go to bench.py (--rounds 2 --compile 40); TEST_FILTER is a gtest filter for test and sanitize; PYTEST_ARGS go to
+# pytest.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -60,7 +61,7 @@ run_tests() {
 bench() {
   echo "== benchmark"
   # shellcheck disable=SC2086
-  "$python" benchmarks/bench.py --json "$logs/bench.json" ${BENCH_ARGS:-}
+  "$python" benchmarks/bench.py --json "$logs/bench.json" ${BENCH_ARGS:---rounds 2 --compile 40}
 }
 
 # The kernels' own tests.
