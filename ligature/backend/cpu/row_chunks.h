@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "ligature/backend/cpu/cast.h"
 #include "ligature/backend/cpu/staging.h"
 #include "ligature/backend/cpu/vector_math.h"
 
@@ -34,7 +35,15 @@ template <typename F>
 void parallel_chunks(const RowChunks& chunks, const F& f) {
   at::parallel_for(0, chunks.count, 1, [&](int64_t first, int64_t last) {
     for (int64_t c = first; c < last; ++c) f(c, chunks.begin(c), chunks.begin(c + 1));
+    stream_end();
   });
+}
+
+/// sums += x.
+template <typename C, typename T>
+LIGATURE_SIMD void accumulate(const T* x, C* sums, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) sums[i] += Cast<T, C>::apply(x[i]);
 }
 
 /// One row of sums per chunk, and their total.
@@ -51,10 +60,7 @@ class ChunkSums {
   void write_total(const at::Tensor& out) {
     if (sums_.empty()) return;
     const int64_t count = static_cast<int64_t>(sums_.size()) / features_;
-    for (int64_t c = 1; c < count; ++c) {
-      const C* part = chunk(c);
-      for (int64_t i = 0; i < features_; ++i) sums_[i] += part[i];
-    }
+    for (int64_t c = 1; c < count; ++c) accumulate(chunk(c), sums_.data(), features_);
     const Output<C> total(out);
     std::copy_n(sums_.data(), features_, total.place(0, sums_.data()));
     total.write(0, features_, sums_.data());

@@ -13,6 +13,9 @@ namespace ligature::cpu {
 
 /// From how many bytes on a result is better not kept in the caches.
 constexpr int64_t kStreamBytes = int64_t{8} << 20;
+/// The same for kernels that read as much as they write: what they write, if smaller, may still be
+/// in the last cache when it is read.
+constexpr int64_t kStreamResultBytes = int64_t{32} << 20;
 
 /// As memcpy, past the caches where `to` lies on a border of 16 bytes.
 inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t n) {
