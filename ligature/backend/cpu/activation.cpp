@@ -11,13 +11,15 @@ namespace {
 
 void forward_into(const Tensor& y, const Tensor& x, const ActivationSpec& spec,
                   const Tensor& scales) {
-  const PieceWalk walk(x, spec, scales.defined());
+  const bool in_place = y.is_same(x);
   dispatch_activation(
       scales.defined(),
       [&](auto zero) {
         using T = decltype(zero);
+        const Output<T> y_output(y, !in_place);
+        const bool staged = !holds<T>(x) || y_output.streams();
+        const PieceWalk walk(x, spec, scales.defined(), staged ? kPiece<T> : kChunkElements);
         const ForwardPieces<T> forward(x, spec, scales, walk);
-        const Output<T> y_output(y);
         parallel_pieces(
             walk, [&](int64_t first, int64_t last) { forward.run(first, last, y_output, 0); });
       },
@@ -29,10 +31,12 @@ void backward_with(const ActivationBackward& result, const Tensor& dy, const Ten
                    const ActivationSpec& spec, const Tensor& scales, const Tensor& y) {
   using C = ComputeType<T>;
   const bool has_sums = result.dscales.defined() || result.dbias.defined();
-  const PieceWalk walk(x, spec, has_sums || scales.defined());
+  const Output<T> dx_output(result.dx, !result.dx.is_same(x));
+  const Output<T> y_output(y, y.defined() && !y.is_alias_of(dy));
+  const bool staged = !holds<T>(x) || !holds<T>(dy) || result.dscales.defined() ||
+                      scales.defined() || dx_output.streams() || y_output.streams();
+  const PieceWalk walk(x, spec, has_sums || scales.defined(), staged ? kPiece<T> : kChunkElements);
   const BackwardPieces<T> backward(dy, x, spec, scales, walk);
-  const Output<T> dx_output(result.dx);
-  const Output<T> y_output(y);
   const Output<T>* again = y.defined() ? &y_output : nullptr;
   if (!has_sums) {
     parallel_pieces(walk, [&](int64_t first, int64_t last) {

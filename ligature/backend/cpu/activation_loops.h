@@ -1,4 +1,4 @@
-// The inner loops of the activations over pieces of at most kPiece elements, behind function
+// The inner loops of the activations over pieces of a tensor, behind function
 // pointers: the choice among kinds is made once per call, and each loop is compiled for three types
 // (float, double, bfloat16) whatever the tensors' dtypes.
 #pragma once
@@ -7,8 +7,6 @@
 #include "ligature/kernels/activation.h"
 
 namespace ligature::cpu {
-
-constexpr int64_t kPiece = 512;
 
 /// What a backward reads and writes. For plain activations `b` and `db` are null. `da` may be `a`
 /// itself, `db` `b`, and `y`, the forward's result, `dy`.

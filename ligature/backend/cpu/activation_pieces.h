@@ -16,6 +16,10 @@ using kernels::ActivationSpec;
 // An exponential, next to the few operations that kChunkElements counts in.
 constexpr int64_t kElementCost = 2;
 
+/// What a buffer holds.
+template <typename T>
+constexpr int64_t kPiece = kStreamPart<T>;
+
 struct Piece {
   int64_t row;
   int64_t a;  // offset of the gates (or plain inputs) in x
@@ -27,17 +31,18 @@ struct Piece {
 // of linear units.
 struct PieceWalk {
   bool gated;
-  int64_t rows, width, block, pieces_per_block, pieces_per_row;
+  int64_t rows, width, block, length, pieces_per_block, pieces_per_row;
 
-  PieceWalk(const at::Tensor& x, const ActivationSpec& spec, bool keep_rows)
-      : gated(kernels::is_gated(spec.kind)) {
+  /// `piece_length`: of a piece, at most; kPiece<T> where it goes through a buffer.
+  PieceWalk(const at::Tensor& x, const ActivationSpec& spec, bool keep_rows, int64_t piece_length)
+      : gated(kernels::is_gated(spec.kind)), length(piece_length) {
     const int64_t features = gated ? x.size(-1) / 2 : x.size(-1);
     const int64_t results = gated ? x.numel() / 2 : x.numel();
     rows = results == 0 ? 0 : keep_rows ? results / features : 1;
     width = results == 0 ? features : results / rows;
     block = width;
     if (gated) block = spec.glu_interleave_size > 0 ? spec.glu_interleave_size : features;
-    pieces_per_block = (block + kPiece - 1) / kPiece;
+    pieces_per_block = (block + length - 1) / length;
     pieces_per_row = block == 0 ? 0 : width / block * pieces_per_block;
   }
 
@@ -45,16 +50,16 @@ struct PieceWalk {
 
   Piece piece(int64_t index) const {
     const int64_t whole_block = index / pieces_per_block;
-    const int64_t within = index % pieces_per_block * kPiece;
+    const int64_t within = index % pieces_per_block * length;
     return {index / pieces_per_row, whole_block * block * (gated ? 2 : 1) + within,
-            whole_block * block + within, std::min(kPiece, block - within)};
+            whole_block * block + within, std::min(length, block - within)};
   }
 };
 
 // Calls f(first_piece, end_piece) in parallel.
 template <typename F>
 void parallel_pieces(const PieceWalk& walk, const F& f) {
-  const int64_t piece = std::clamp<int64_t>(walk.block, 1, kPiece);
+  const int64_t piece = std::clamp<int64_t>(walk.block, 1, walk.length);
   const int64_t grain = std::max<int64_t>(1, kChunkElements / (piece * kElementCost));
   at::parallel_for(0, walk.pieces(), grain, [&](int64_t first, int64_t last) {
     f(first, last);
@@ -71,6 +76,11 @@ LIGATURE_SIMD void multiply(const C* x, C factor, C* y, int64_t n) {
 template <typename C>
 LIGATURE_SIMD C dot(const C* a, const C* b, int64_t n) {
   return lane_sum<C>(n, [&](int64_t i) { return a[i] * b[i]; });
+}
+
+template <typename T>
+bool holds(const at::Tensor& t) {
+  return t.scalar_type() == c10::CppTypeToScalarType<T>::value;
 }
 
 /// Rows' factors. They need elements that are not rounded between two operations: T is what is
@@ -117,7 +127,9 @@ class ForwardPieces {
 
   /// Writes y for the pieces [first, last); `y_output` begins at y's element `start`.
   void run(int64_t first, int64_t last, const Output<T>& y_output, int64_t start) const {
-    T a_buffer[kPiece], b_buffer[kPiece], y_buffer[kPiece];
+    alignas(kBufferAlignment) T a_buffer[kPiece<T>];
+    alignas(kBufferAlignment) T b_buffer[kPiece<T>];
+    alignas(kBufferAlignment) T y_buffer[kPiece<T>];
     for (int64_t i = first; i < last; ++i) {
       const Piece p = walk_.piece(i);
       const T* a = x_.read(p.a, p.n, a_buffer);
@@ -164,8 +176,13 @@ class BackwardPieces {
   /// over x.
   void run(int64_t first, int64_t last, const Output<T>& dx_output, int64_t start,
            const ActivationSums<C>& sums, const Output<T>* y_output = nullptr) const {
-    T dy_buffer[kPiece], g_buffer[kPiece], a_buffer[kPiece], b_buffer[kPiece];
-    T y_buffer[kPiece], da_buffer[kPiece], db_buffer[kPiece];
+    alignas(kBufferAlignment) T dy_buffer[kPiece<T>];
+    alignas(kBufferAlignment) T g_buffer[kPiece<T>];
+    alignas(kBufferAlignment) T a_buffer[kPiece<T>];
+    alignas(kBufferAlignment) T b_buffer[kPiece<T>];
+    alignas(kBufferAlignment) T y_buffer[kPiece<T>];
+    alignas(kBufferAlignment) T da_buffer[kPiece<T>];
+    alignas(kBufferAlignment) T db_buffer[kPiece<T>];
     const int64_t x_width = walk_.width * (walk_.gated ? 2 : 1);
     const bool again = sums.dscales != nullptr || y_output != nullptr;
     for (int64_t i = first; i < last; ++i) {

@@ -16,7 +16,7 @@ template <typename T>
 class ForwardSource : public RowSource {
  public:
   ForwardSource(const Tensor& x, const ActivationSpec& spec, const Tensor& scales)
-      : pieces_(x, spec, true), forward_(x, spec, scales, pieces_) {
+      : pieces_(x, spec, true, kPiece<T>), forward_(x, spec, scales, pieces_) {
     rows = pieces_.rows;
     columns = pieces_.width;
     dtype = source_dtype(x);
@@ -56,7 +56,7 @@ class BackwardSource : public ActivationBackwardRows {
 
   BackwardSource(const Tensor& dy, const Tensor& x, const ActivationSpec& spec,
                  const Tensor& scales, bool need_dscales, bool need_dbias)
-      : pieces_(x, spec, true),
+      : pieces_(x, spec, true, kPiece<T>),
         backward_(dy, x, spec, scales, pieces_),
         chunks_(pieces_.rows, pieces_.width * kElementCost),
         dbias_sums_(chunks_, x.size(-1), need_dbias),
@@ -96,7 +96,7 @@ class BackwardSource : public ActivationBackwardRows {
     void finish() override {
       const int64_t end = chunk_end();
       if (!sums_ || row_ != last_ || row_ == end || !owned()) return;
-      const auto buffer = make_buffer<T>(source_.columns);
+      const auto buffer = make_aligned_buffer<T>(source_.columns);
       const Output<T> output(buffer.get(), c10::CppTypeToScalarType<T>::value);
       while (row_ < end) run(row_ + 1, output, row_, nullptr);
     }

@@ -11,7 +11,8 @@
 namespace ligature::cpu {
 namespace {
 
-constexpr int64_t kBiasPiece = 2048;
+// What a staged piece of a row holds.
+constexpr int64_t kBiasPiece = 1024;
 
 template <typename C, typename T>
 LIGATURE_SIMD void add_bias(const T* x, const C* b, T* y, int64_t n) {
@@ -23,20 +24,24 @@ template <typename T>
 void forward_into(const Tensor& y, const Tensor& x, const Tensor& b) {
   using C = ComputeType<T>;
   const int64_t features = b.numel();
-  const auto buffer = make_buffer<C>(features);
+  const auto buffer = make_aligned_buffer<C>(features);
   const C* bias = Input<C>(b).read(0, features, buffer.get());
   const Input<T> input(x);
-  const Output<T> output(y);
-  const int64_t pieces_per_row = (features + kBiasPiece - 1) / kBiasPiece;
+  const Output<T> output(y, true);
+  const int64_t most = !input.direct()    ? kBiasPiece
+                       : output.streams() ? kStreamPart<T>
+                                          : kChunkElements;
+  const int64_t piece = std::clamp<int64_t>(features, 1, most);
+  const int64_t pieces_per_row = (features + piece - 1) / piece;
   const int64_t rows = x.numel() / std::max<int64_t>(features, 1);
-  const int64_t piece = std::clamp<int64_t>(features, 1, kBiasPiece);
   const int64_t grain = std::max<int64_t>(1, kChunkElements / piece);
   at::parallel_for(0, rows * pieces_per_row, grain, [&](int64_t first, int64_t last) {
-    T x_buffer[kBiasPiece], y_buffer[kBiasPiece];
+    alignas(kBufferAlignment) T x_buffer[kBiasPiece];
+    alignas(kBufferAlignment) T y_buffer[kBiasPiece];
     for (int64_t i = first; i < last; ++i) {
-      const int64_t column = i % pieces_per_row * kBiasPiece;
+      const int64_t column = i % pieces_per_row * piece;
       const int64_t at = i / pieces_per_row * features + column;
-      const int64_t n = std::min(kBiasPiece, features - column);
+      const int64_t n = std::min(piece, features - column);
       T* result = output.place(at, y_buffer);
       add_bias(input.read(at, n, x_buffer), bias + column, result, n);
       output.write(at, n, result);
@@ -52,7 +57,7 @@ void backward_into(const Tensor& db, const Tensor& dy, int64_t features) {
   ChunkSums<C> sums(chunks, features, true);
   const Input<T> input(dy);
   parallel_chunks(chunks, [&](int64_t chunk, int64_t first, int64_t last) {
-    const auto buffer = make_buffer<T>(features);
+    const auto buffer = make_aligned_buffer<T>(features);
     for (int64_t row = first; row < last; ++row) {
       accumulate(input.read(row * features, features, buffer.get()), sums.chunk(chunk), features);
     }

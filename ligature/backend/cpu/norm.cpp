@@ -15,8 +15,8 @@ namespace {
 
 // `n` values: those of w plus `offset`, or just `offset` where w is absent.
 template <typename C>
-std::unique_ptr<C[]> make_parameter(const Tensor& w, C offset, int64_t n) {
-  auto values = make_buffer<C>(n);
+AlignedBuffer<C> make_parameter(const Tensor& w, C offset, int64_t n) {
+  auto values = make_aligned_buffer<C>(n);
   if (!w.defined()) {
     std::fill_n(values.get(), n, offset);
     return values;
@@ -27,12 +27,19 @@ std::unique_ptr<C[]> make_parameter(const Tensor& w, C offset, int64_t n) {
 }
 
 template <typename C>
-std::unique_ptr<C[]> make_gamma(const Tensor& w, bool zero_centered, int64_t n) {
+AlignedBuffer<C> make_gamma(const Tensor& w, bool zero_centered, int64_t n) {
   return make_parameter<C>(w, w.defined() && !zero_centered ? C(0) : C(1), n);
 }
 
 Tensor make_statistic(const Tensor& x, int64_t rows) {
   return at::empty({rows}, x.options().dtype(compute_dtype(x.scalar_type())));
+}
+
+// Calls f(at, n) for the parts of a row: the whole, or what is written past the caches at a time.
+template <typename T, typename F>
+void for_each_part(const Output<T>& output, int64_t n, const F& f) {
+  if (!output.streams()) return f(0, n);
+  for (int64_t at = 0; at < n; at += kStreamPart<T>) f(at, std::min(kStreamPart<T>, n - at));
 }
 
 // Gives rows of y from those of x.
@@ -53,14 +60,17 @@ class Normalizer {
   void row(int64_t row, const StatisticsOf& statistics_of, const Output<T>& output, int64_t at,
            T* buffer) const {
     const T* x_row = input_.read(row * n_, n_, buffer);
-    T* y_row = output.place(at, buffer + n_);
-    normalize_row<C>(x_row, statistics_of(row, x_row), gamma_.get(), beta_.get(), y_row, n_);
-    output.write(at, n_, y_row);
+    const RowStatistics<C> s = statistics_of(row, x_row);
+    for_each_part(output, n_, [&](int64_t from, int64_t n) {
+      T* y_row = output.place(at + from, buffer + n_);
+      normalize_row<C>(x_row + from, s, gamma_.get() + from, beta_.get() + from, y_row, n);
+      output.write(at + from, n, y_row);
+    });
   }
 
  private:
   int64_t n_;
-  std::unique_ptr<C[]> gamma_, beta_;
+  AlignedBuffer<C> gamma_, beta_;
   Input<T> input_;
 };
 
@@ -71,9 +81,9 @@ Tensor normalize(const Tensor& x, const Tensor& w, const Tensor& b, bool zero_ce
   Tensor y = at::empty(x.sizes(), x.options().dtype(out_dtype));
   const int64_t rows = n > 0 ? x.numel() / n : 0;
   const Normalizer<T> normalizer(x, w, b, zero_centered, n);
-  const Output<T> output(y);
+  const Output<T> output(y, true);
   parallel_chunks(RowChunks(rows, n), [&](int64_t, int64_t first, int64_t last) {
-    const auto buffer = make_buffer<T>(2 * n);
+    const auto buffer = make_aligned_buffer<T>(2 * n);
     for (int64_t row = first; row < last; ++row) {
       normalizer.row(row, statistics_of, output, row * n, buffer.get());
     }
@@ -151,7 +161,7 @@ class NormSource : public RowSource {
         : source_(source),
           row_(first),
           again_(again),
-          buffer_(make_buffer<T>(2 * source.columns)) {}
+          buffer_(make_aligned_buffer<T>(2 * source.columns)) {}
 
     void next(int64_t end, void* values) override {
       const int64_t n = source_.columns;
@@ -169,7 +179,7 @@ class NormSource : public RowSource {
     const NormSource& source_;
     int64_t row_;
     bool again_;
-    std::unique_ptr<T[]> buffer_;
+    AlignedBuffer<T> buffer_;
   };
 
   Normalizer<T> normalizer_;
@@ -222,11 +232,11 @@ void backward_into(const NormBackward& result, const Tensor& dy, const Tensor& x
   const C* means = mean.defined() ? mean.const_data_ptr<C>() : nullptr;
   const C* rstds = rstd.const_data_ptr<C>();
   const Input<T> dy_input(dy), x_input(x), add_input(add);
-  const Output<T> dx_output(result.dx);
+  const Output<T> dx_output(result.dx, true);
   const RowChunks chunks(n > 0 ? x.numel() / n : 0, n);
   ChunkSums<C> dw_sums(chunks, n, result.dw.defined()), db_sums(chunks, n, result.db.defined());
   parallel_chunks(chunks, [&](int64_t chunk, int64_t first, int64_t last) {
-    const auto buffer = make_buffer<T>(4 * n);
+    const auto buffer = make_aligned_buffer<T>(4 * n);
     C* const dw = dw_sums.chunk(chunk);
     C* const db = db_sums.chunk(chunk);
     for (int64_t row = first; row < last; ++row) {
@@ -239,10 +249,19 @@ void backward_into(const NormBackward& result, const Tensor& dy, const Tensor& x
       if (!in_one_pass && db != nullptr) accumulate<C>(dy_row, db, n);
       if (!dx_output.defined()) continue;
       const T* addend = add_input.defined() ? add_input.read(at, n, buffer.get() + 2 * n) : nullptr;
-      T* dx_row = dx_output.place(at, buffer.get() + 3 * n);
-      const RowSums<C> sums = in_one_pass ? RowSums<C>{dw, db} : RowSums<C>{};
-      backward_row<C>(dy_row, x_row, s, gamma.get(), kind, addend, dx_row, sums, n);
-      dx_output.write(at, n, dx_row);
+      const RowGradient<C> gradient = row_gradient<C>(dy_row, x_row, s, gamma.get(), kind, n);
+      for_each_part(dx_output, n, [&](int64_t from, int64_t part) {
+        T* dx_row = dx_output.place(at + from, buffer.get() + 3 * n);
+        const RowPart<C, T> row_part{dy_row + from,
+                                     x_row + from,
+                                     gamma.get() + from,
+                                     addend != nullptr ? addend + from : nullptr,
+                                     dx_row,
+                                     in_one_pass ? dw + from : nullptr,
+                                     in_one_pass && db != nullptr ? db + from : nullptr};
+        backward_part(gradient, row_part, part);
+        dx_output.write(at + from, part, dx_row);
+      });
     }
   });
   dw_sums.write_total(result.dw);

@@ -68,20 +68,18 @@ LIGATURE_SIMD void normalize_row(const T* x, RowStatistics<C> s, const C* gamma,
   }
 }
 
-/// What a row adds to parameter gradients: dw += dy * xhat, db += dy. Null where not wanted; db is
-/// wanted with dw only.
+/// What the gradient of a row's input is made with: mean(g) and mean(g * xhat) with g = dy * gamma,
+/// where mean(g) is 0 unless centered, and the means are sums unless averaged.
 template <typename C>
-struct RowSums {
-  C* dw;
-  C* db;
+struct RowGradient {
+  RowStatistics<C> s;
+  C offset;
+  C along;
 };
 
-/// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + add with g = dy * gamma, where mean(g) is 0
-/// unless centered, and the means are sums unless averaged.
-template <bool has_add, bool has_dw, bool has_db, typename C, typename T>
-LIGATURE_SIMD void backward_row_of(const T* dy, const T* x, RowStatistics<C> s, const C* gamma,
-                                   NormKind kind, const T* add, T* dx, RowSums<C> row_sums,
-                                   int64_t n) {
+template <typename C, typename T>
+LIGATURE_SIMD RowGradient<C> row_gradient(const T* dy, const T* x, RowStatistics<C> s,
+                                          const C* gamma, NormKind kind, int64_t n) {
   const C divisor = kind.averaged ? C(n) : C(1);
   const SumPair<C> sums = lane_sums<C>(
       n,
@@ -90,40 +88,57 @@ LIGATURE_SIMD void backward_row_of(const T* dy, const T* x, RowStatistics<C> s, 
         return Cast<T, C>::apply(dy[i]) * gamma[i] * xhat;
       },
       [&](int64_t i) { return Cast<T, C>::apply(dy[i]) * gamma[i]; });
-  const C along = sums.first / divisor;
-  const C offset = kind.centered ? sums.second / divisor : C(0);
+  return {s, kind.centered ? sums.second / divisor : C(0), sums.first / divisor};
+}
+
+/// A part of a row: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + add, and what it adds to
+/// the gradients of parameters, dw += dy * xhat and db += dy. `add`, `dw` and `db` may be null; db
+/// is wanted with dw only.
+template <typename C, typename T>
+struct RowPart {
+  const T* dy;
+  const T* x;
+  const C* gamma;
+  const T* add;
+  T* dx;
+  C* dw;
+  C* db;
+};
+
+template <bool has_add, bool has_dw, bool has_db, typename C, typename T>
+LIGATURE_SIMD void backward_part_of(const RowGradient<C>& gradient, const RowPart<C, T>& part,
+                                    int64_t n) {
+  const RowGradient<C> r = gradient;
+  const RowPart<C, T> p = part;
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
-    const C grad = Cast<T, C>::apply(dy[i]);
-    const C xhat = (Cast<T, C>::apply(x[i]) - s.mean) * s.rstd;
-    C value = (grad * gamma[i] - offset - xhat * along) * s.rstd;
-    if constexpr (has_add) value += Cast<T, C>::apply(add[i]);
-    dx[i] = Cast<C, T>::apply(value);
-    if constexpr (has_dw) row_sums.dw[i] += grad * xhat;
-    if constexpr (has_db) row_sums.db[i] += grad;
+    const C dy = Cast<T, C>::apply(p.dy[i]);
+    const C xhat = (Cast<T, C>::apply(p.x[i]) - r.s.mean) * r.s.rstd;
+    C dx = (dy * p.gamma[i] - r.offset - xhat * r.along) * r.s.rstd;
+    if constexpr (has_add) dx += Cast<T, C>::apply(p.add[i]);
+    p.dx[i] = Cast<C, T>::apply(dx);
+    if constexpr (has_dw) p.dw[i] += dy * xhat;
+    if constexpr (has_db) p.db[i] += dy;
   }
 }
 
 template <bool has_add, typename C, typename T>
-void backward_row_sums(const T* dy, const T* x, RowStatistics<C> s, const C* gamma, NormKind kind,
-                       const T* add, T* dx, RowSums<C> sums, int64_t n) {
-  if (sums.db != nullptr) {
-    backward_row_of<has_add, true, true>(dy, x, s, gamma, kind, add, dx, sums, n);
-  } else if (sums.dw != nullptr) {
-    backward_row_of<has_add, true, false>(dy, x, s, gamma, kind, add, dx, sums, n);
+void backward_part_with(const RowGradient<C>& gradient, const RowPart<C, T>& part, int64_t n) {
+  if (part.db != nullptr) {
+    backward_part_of<has_add, true, true>(gradient, part, n);
+  } else if (part.dw != nullptr) {
+    backward_part_of<has_add, true, false>(gradient, part, n);
   } else {
-    backward_row_of<has_add, false, false>(dy, x, s, gamma, kind, add, dx, sums, n);
+    backward_part_of<has_add, false, false>(gradient, part, n);
   }
 }
 
-/// As backward_row_of; `add` may be null.
 template <typename C, typename T>
-void backward_row(const T* dy, const T* x, RowStatistics<C> s, const C* gamma, NormKind kind,
-                  const T* add, T* dx, RowSums<C> sums, int64_t n) {
-  if (add != nullptr) {
-    backward_row_sums<true>(dy, x, s, gamma, kind, add, dx, sums, n);
+void backward_part(const RowGradient<C>& gradient, const RowPart<C, T>& part, int64_t n) {
+  if (part.add != nullptr) {
+    backward_part_with<true>(gradient, part, n);
   } else {
-    backward_row_sums<false>(dy, x, s, gamma, kind, add, dx, sums, n);
+    backward_part_with<false>(gradient, part, n);
   }
 }
 

@@ -52,23 +52,26 @@ class ChunkSums {
  public:
   /// `wanted` false makes a place holder without memory.
   ChunkSums(const RowChunks& chunks, int64_t features, bool wanted)
-      : features_(features), sums_(wanted ? chunks.count * features : 0) {}
+      : count_(chunks.count), features_(features), stride_((features + 15) / 16 * 16) {
+    if (!wanted) return;
+    sums_ = make_aligned_buffer<C>(count_ * stride_);
+    std::fill_n(sums_.get(), count_ * stride_, C(0));
+  }
 
   /// Null when not wanted.
-  C* chunk(int64_t c) { return sums_.empty() ? nullptr : sums_.data() + c * features_; }
+  C* chunk(int64_t c) { return sums_ ? sums_.get() + c * stride_ : nullptr; }
 
   void write_total(const at::Tensor& out) {
-    if (sums_.empty()) return;
-    const int64_t count = static_cast<int64_t>(sums_.size()) / features_;
-    for (int64_t c = 1; c < count; ++c) accumulate(chunk(c), sums_.data(), features_);
+    if (!sums_) return;
+    for (int64_t c = 1; c < count_; ++c) accumulate(chunk(c), sums_.get(), features_);
     const Output<C> total(out);
-    std::copy_n(sums_.data(), features_, total.place(0, sums_.data()));
-    total.write(0, features_, sums_.data());
+    std::copy_n(sums_.get(), features_, total.place(0, sums_.get()));
+    total.write(0, features_, sums_.get());
   }
 
  private:
-  int64_t features_;
-  std::vector<C> sums_;
+  int64_t count_, features_, stride_;
+  AlignedBuffer<C> sums_;
 };
 
 }  // namespace ligature::cpu

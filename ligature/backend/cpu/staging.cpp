@@ -51,14 +51,14 @@ const T* Input<T>::convert(int64_t offset, int64_t n, T* buffer) const {
 }
 
 template <typename T>
-Output<T>::Output(const at::Tensor& t) {
+Output<T>::Output(const at::Tensor& t, bool streams) {
   if (!t.defined()) return;
   LIGATURE_CHECK(t.is_contiguous(), "[cpu kernel] wanted a contiguous result, got strides ",
                  t.strides());
   data_ = t.mutable_data_ptr();
   dtype_ = t.scalar_type();
   direct_ = dtype_ == c10::CppTypeToScalarType<T>::value;
-  in_place_ = direct_ && static_cast<int64_t>(t.nbytes()) < kStreamResultBytes;
+  in_place_ = direct_ && !(streams && static_cast<int64_t>(t.nbytes()) >= kStreamResultBytes);
 }
 
 template <typename T>

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <new>
 #include <type_traits>
 
 #include "ligature/backend/cpu/stream.h"
@@ -20,6 +21,8 @@ class Input {
   explicit Input(const at::Tensor& t);
 
   bool defined() const { return data_ != nullptr; }
+  /// Is nothing converted?
+  bool direct() const { return direct_; }
 
   /// Elements [offset, offset + n): in place, or converted into `buffer`.
   const T* read(int64_t offset, int64_t n, T* buffer) const {
@@ -34,15 +37,18 @@ class Input {
   bool direct_ = false;
 };
 
-/// Large results are written past the caches; call stream_end() after a thread's last write.
 template <typename T>
 class Output {
  public:
-  explicit Output(const at::Tensor& t);
+  /// `streams`: a large result is written past the caches, and a thread's last write is followed by
+  /// stream_end().
+  explicit Output(const at::Tensor& t, bool streams = false);
   /// Memory that is no tensor's.
   Output(void* data, at::ScalarType dtype);
 
   bool defined() const { return data_ != nullptr; }
+  /// Are values written past the caches? Then best kStreamPart<T> at a time.
+  bool streams() const { return direct_ && !in_place_; }
 
   /// Where to compute the elements from `offset` on: in place, or `buffer`. Follow with write().
   T* place(int64_t offset, T* buffer) const {
@@ -62,6 +68,10 @@ class Output {
   bool in_place_ = false;
 };
 
+/// With more, and with less, memory is slower.
+template <typename T>
+constexpr int64_t kStreamPart = 2048 / static_cast<int64_t>(sizeof(T));
+
 extern template class Input<float>;
 extern template class Input<double>;
 extern template class Input<at::BFloat16>;
@@ -73,6 +83,25 @@ extern template class Output<at::BFloat16>;
 template <typename C>
 std::unique_ptr<C[]> make_buffer(int64_t n) {
   return std::unique_ptr<C[]>(new C[n]);
+}
+
+/// What vectors of 64 bytes are read from and written to begins at a line of the cache: they would
+/// else lie across two.
+constexpr int64_t kBufferAlignment = 64;
+
+struct FreeAligned {
+  void operator()(void* buffer) const {
+    ::operator delete(buffer, std::align_val_t{kBufferAlignment});
+  }
+};
+
+template <typename C>
+using AlignedBuffer = std::unique_ptr<C[], FreeAligned>;
+
+template <typename C>
+AlignedBuffer<C> make_aligned_buffer(int64_t n) {
+  void* memory = ::operator new(n * sizeof(C), std::align_val_t{kBufferAlignment});
+  return AlignedBuffer<C>(static_cast<C*>(memory));
 }
 
 /// What elements T are computed in.
