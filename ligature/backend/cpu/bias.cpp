@@ -27,10 +27,8 @@ void forward_into(const Tensor& y, const Tensor& x, const Tensor& b) {
   const auto buffer = make_aligned_buffer<C>(features);
   const C* bias = Input<C>(b).read(0, features, buffer.get());
   const Input<T> input(x);
-  const Output<T> output(y, true);
-  const int64_t most = !input.direct()    ? kBiasPiece
-                       : output.streams() ? kStreamPart<T>
-                                          : kChunkElements;
+  const Output<T> output(y);
+  const int64_t most = input.direct() ? kChunkElements : kBiasPiece;
   const int64_t piece = std::clamp<int64_t>(features, 1, most);
   const int64_t pieces_per_row = (features + piece - 1) / piece;
   const int64_t rows = x.numel() / std::max<int64_t>(features, 1);
@@ -46,7 +44,6 @@ void forward_into(const Tensor& y, const Tensor& x, const Tensor& b) {
       add_bias(input.read(at, n, x_buffer), bias + column, result, n);
       output.write(at, n, result);
     }
-    stream_end();
   });
 }
 
