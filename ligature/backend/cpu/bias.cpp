@@ -50,7 +50,8 @@ void forward_into(const Tensor& y, const Tensor& x, const Tensor& b) {
 template <typename T>
 void backward_into(const Tensor& db, const Tensor& dy, int64_t features) {
   using C = ComputeType<T>;
-  const RowChunks chunks(features > 0 ? dy.numel() / features : 0, features);
+  const int64_t rows = features > 0 ? dy.numel() / features : 0;
+  const RowChunks chunks(rows, features, kSumChunkElements);
   ChunkSums<C> sums(chunks, features, true);
   const Input<T> input(dy);
   parallel_chunks(chunks, [&](int64_t chunk, int64_t first, int64_t last) {

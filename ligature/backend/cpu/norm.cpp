@@ -233,7 +233,7 @@ void backward_into(const NormBackward& result, const Tensor& dy, const Tensor& x
   const C* rstds = rstd.const_data_ptr<C>();
   const Input<T> dy_input(dy), x_input(x), add_input(add);
   const Output<T> dx_output(result.dx, true);
-  const RowChunks chunks(n > 0 ? x.numel() / n : 0, n);
+  const RowChunks chunks(n > 0 ? x.numel() / n : 0, n, kSumChunkElements);
   ChunkSums<C> dw_sums(chunks, n, result.dw.defined()), db_sums(chunks, n, result.db.defined());
   parallel_chunks(chunks, [&](int64_t chunk, int64_t first, int64_t last) {
     const auto buffer = make_aligned_buffer<T>(4 * n);

@@ -17,14 +17,16 @@ namespace ligature::cpu {
 /// thread.
 constexpr int64_t kChunkElements = 16384;
 constexpr int64_t kMaxChunks = 32;
+/// The same where each chunk has a row of sums, to be cleared and added to the others.
+constexpr int64_t kSumChunkElements = 4 * kChunkElements;
 
 struct RowChunks {
   int64_t rows;
   int64_t count;
 
-  RowChunks(int64_t row_count, int64_t row_elements)
+  RowChunks(int64_t row_count, int64_t row_elements, int64_t chunk_elements = kChunkElements)
       : rows(row_count),
-        count(std::clamp<int64_t>(rows * row_elements / kChunkElements, 1,
+        count(std::clamp<int64_t>(rows * row_elements / chunk_elements, 1,
                                   std::clamp<int64_t>(rows, 1, kMaxChunks))) {}
 
   int64_t begin(int64_t chunk) const { return chunk * rows / count; }
