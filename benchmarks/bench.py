@@ -1,9 +1,10 @@
 """Times Ligature against plain PyTorch in the same run: interleaved, medians, ratios.
 
 On the CPU: below 1.00 Ligature is faster; the block is LayerNorm, Linear(h, f), SwiGLU,
-Linear(f/2, h); low precision follows (low_precision.py). On a GPU: the block in every recipe beside
-eager, torch.compile and the floors, peak memory and the host's time (cuda_block.py), and the
-bandwidth of the kernels (cuda_kernels.py, cuda_casts.py). plot.py draws what --json has written.
+Linear(f/2, h); low precision follows (low_precision.py), and the memory-bound kernels alone
+(cpu_kernels.py). On a GPU: the block in every recipe beside eager, torch.compile and the floors,
+peak memory and the host's time (cuda_block.py), and the bandwidth of the kernels (cuda_kernels.py,
+cuda_casts.py). plot.py draws what --json has written.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import time
 from typing import Any
 
+import cpu_kernels
 import low_precision
 import torch
 from block import Step, TorchBlock, forward_only, ligature_block
@@ -74,6 +76,9 @@ def measure_cpu(args: argparse.Namespace) -> dict[str, Any]:
         result["rows"] = blocks(args.seconds)
     if "low" in args.parts:
         result["low_precision"] = low_precision.measure(args.seconds / 2, print)
+    if "kernels" in args.parts:
+        print("\nkernels alone, beside eager, torch.compile and a copy of the same bytes")
+        result["kernels"] = cpu_kernels.measure(seconds=args.seconds / 15)
     return result
 
 

@@ -56,9 +56,11 @@ CudaConfig cuda_config() {
 // that fits.
 std::string kernel_code() {
   constexpr std::string_view clones = LIGATURE_TEXT_OF(LIGATURE_SIMD);
-  static_assert(clones.empty() || clones.find(R"(("arch=x86-64-v3", "default"))") != clones.npos,
+  constexpr std::string_view known = R"(("arch=x86-64-v4", "arch=x86-64-v3", "default"))";
+  static_assert(clones.empty() || clones.find(known) != clones.npos,
                 "teach kernel_code() the processors that LIGATURE_SIMD names");
 #if defined(__x86_64__)
+  if (!clones.empty() && __builtin_cpu_supports("x86-64-v4")) return "x86-64-v4";
   return !clones.empty() && __builtin_cpu_supports("x86-64-v3") ? "x86-64-v3" : "x86-64";
 #else
   return "the compiler's default";

@@ -32,7 +32,7 @@ struct CpuConfig {
   bool avx2 = false;     ///< the processor has it, and the system lets programs use it
   bool avx512 = false;   ///< AVX-512 F
   std::string torch;     ///< the code torch chose, as "AVX2"
-  std::string ligature;  ///< the code Ligature's kernels chose, as "x86-64-v3"
+  std::string ligature;  ///< the code Ligature's kernels chose, as "x86-64-v4"
   int64_t threads = 0;   ///< that kernels use
 };
 

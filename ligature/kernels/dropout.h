@@ -1,5 +1,5 @@
 // Dropout. The random numbers are those of torch's generator of the device, so that seeds, saved
-// states and graph capture mean what they mean in torch; on the CPU the kernels are torch's too.
+// states and graph capture mean what they mean in torch.
 #pragma once
 
 #include <ATen/core/Tensor.h>

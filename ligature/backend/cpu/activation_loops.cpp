@@ -2,6 +2,7 @@
 #include "ligature/backend/cpu/activation_loops.h"
 
 #include "ligature/backend/cpu/activation_functors.h"
+#include "ligature/backend/cpu/cast.h"
 #include "ligature/check.h"
 
 namespace ligature::cpu {
@@ -9,89 +10,114 @@ namespace {
 
 using kernels::ActivationKind;
 
-template <typename C, typename F>
-LIGATURE_SIMD void plain_forward(const ActivationSpec& spec, const C* x, const C*, C* y,
+template <typename T, typename F>
+LIGATURE_SIMD void plain_forward(const ActivationSpec& spec, const T* x, const T*, T* y,
                                  int64_t n) {
+  using C = ComputeType<T>;
   const F f(spec);
 #pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) y[i] = f.value(x[i]);
+  for (int64_t i = 0; i < n; ++i) y[i] = Cast<C, T>::apply(f.value(Cast<T, C>::apply(x[i])));
 }
 
-template <typename C, typename F>
-LIGATURE_SIMD void plain_backward(const ActivationSpec& spec, const C* dy, const C* x, const C*,
-                                  C* y, C* dx, C*, int64_t n) {
+template <typename T, typename F>
+LIGATURE_SIMD void gated_forward(const ActivationSpec& spec, const T* a, const T* b, T* y,
+                                 int64_t n) {
+  using C = ComputeType<T>;
   const F f(spec);
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
-    const Derivative<C> d = f.derivative(x[i]);
-    y[i] = d.y;
-    dx[i] = dy[i] * d.dx;
+    y[i] = Cast<C, T>::apply(f.value(Cast<T, C>::apply(a[i]), Cast<T, C>::apply(b[i])));
   }
 }
 
-template <typename C, typename F>
-LIGATURE_SIMD void gated_forward(const ActivationSpec& spec, const C* a, const C* b, C* y,
-                                 int64_t n) {
-  const F f(spec);
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) y[i] = f.value(a[i], b[i]);
-}
+enum class Besides { nothing, y, sums };
 
-template <typename C, typename F>
-LIGATURE_SIMD void gated_backward(const ActivationSpec& spec, const C* dy, const C* a, const C* b,
-                                  C* y, C* da, C* db, int64_t n) {
+template <typename T, typename F, Besides besides>
+LIGATURE_SIMD void plain_backward(const ActivationSpec& spec, const BackwardPiece<T>& piece,
+                                  int64_t n) {
+  using C = ComputeType<T>;
   const F f(spec);
+  const BackwardPiece<T> p = piece;
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
-    const GatedDerivative<C> d = f.derivative(a[i], b[i]);
-    y[i] = d.y;
-    da[i] = dy[i] * d.da;
-    db[i] = dy[i] * d.db;
+    const C dy = Cast<T, C>::apply(p.dy[i]);
+    const Derivative<C> d = f.derivative(Cast<T, C>::apply(p.a[i]));
+    const C da = dy * d.dx;
+    p.da[i] = Cast<C, T>::apply(da);
+    if constexpr (besides == Besides::y) p.y[i] = Cast<C, T>::apply(d.y);
+    if constexpr (besides == Besides::sums) p.da_sums[i] += da;
   }
 }
 
-template <typename C, typename F>
-constexpr ActivationLoops<C> plain{plain_forward<C, F>, plain_backward<C, F>};
+template <typename T, typename F, Besides besides>
+LIGATURE_SIMD void gated_backward(const ActivationSpec& spec, const BackwardPiece<T>& piece,
+                                  int64_t n) {
+  using C = ComputeType<T>;
+  const F f(spec);
+  const BackwardPiece<T> p = piece;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    const C dy = Cast<T, C>::apply(p.dy[i]);
+    const GatedDerivative<C> d = f.derivative(Cast<T, C>::apply(p.a[i]), Cast<T, C>::apply(p.b[i]));
+    const C da = dy * d.da, db = dy * d.db;
+    p.da[i] = Cast<C, T>::apply(da);
+    p.db[i] = Cast<C, T>::apply(db);
+    if constexpr (besides == Besides::y) p.y[i] = Cast<C, T>::apply(d.y);
+    if constexpr (besides == Besides::sums) {
+      p.da_sums[i] += da;
+      p.db_sums[i] += db;
+    }
+  }
+}
 
-template <typename C, typename F>
-constexpr ActivationLoops<C> gated{gated_forward<C, F>, gated_backward<C, F>};
+template <typename T, typename F>
+constexpr ActivationLoops<T> plain{plain_forward<T, F>, plain_backward<T, F, Besides::nothing>,
+                                   plain_backward<T, F, Besides::y>,
+                                   plain_backward<T, F, Besides::sums>};
+
+template <typename T, typename F>
+constexpr ActivationLoops<T> gated{gated_forward<T, F>, gated_backward<T, F, Besides::nothing>,
+                                   gated_backward<T, F, Besides::y>,
+                                   gated_backward<T, F, Besides::sums>};
 
 }  // namespace
 
-template <typename C>
-ActivationLoops<C> activation_loops(ActivationKind kind) {
+template <typename T>
+ActivationLoops<T> activation_loops(ActivationKind kind) {
+  using C = ComputeType<T>;
   switch (kind) {
     case ActivationKind::GELU:
-      return plain<C, GELU<C>>;
+      return plain<T, GELU<C>>;
     case ActivationKind::QGELU:
-      return plain<C, QGELU<C>>;
+      return plain<T, QGELU<C>>;
     case ActivationKind::ReLU:
-      return plain<C, ReLU<C>>;
+      return plain<T, ReLU<C>>;
     case ActivationKind::SReLU:
-      return plain<C, SReLU<C>>;
+      return plain<T, SReLU<C>>;
     case ActivationKind::SiLU:
-      return plain<C, SiLU<C>>;
+      return plain<T, SiLU<C>>;
     case ActivationKind::GLU:
-      return gated<C, Gated<C, Sigmoid<C>>>;
+      return gated<T, Gated<C, Sigmoid<C>>>;
     case ActivationKind::GEGLU:
-      return gated<C, Gated<C, GELU<C>>>;
+      return gated<T, Gated<C, GELU<C>>>;
     case ActivationKind::QGEGLU:
-      return gated<C, Gated<C, QGELU<C>>>;
+      return gated<T, Gated<C, QGELU<C>>>;
     case ActivationKind::ReGLU:
-      return gated<C, Gated<C, ReLU<C>>>;
+      return gated<T, Gated<C, ReLU<C>>>;
     case ActivationKind::SReGLU:
-      return gated<C, Gated<C, SReLU<C>>>;
+      return gated<T, Gated<C, SReLU<C>>>;
     case ActivationKind::SwiGLU:
-      return gated<C, Gated<C, SiLU<C>>>;
+      return gated<T, Gated<C, SiLU<C>>>;
     case ActivationKind::ClampedSwiGLU:
-      return gated<C, ClampedSwiGLU<C>>;
+      return gated<T, ClampedSwiGLU<C>>;
     case ActivationKind::SiTUGLU:
-      return gated<C, SiTUGLU<C>>;
+      return gated<T, SiTUGLU<C>>;
   }
   LIGATURE_CHECK(false, "[activation] wanted a known kind, got ", static_cast<int>(kind));
 }
 
 template ActivationLoops<float> activation_loops(ActivationKind kind);
 template ActivationLoops<double> activation_loops(ActivationKind kind);
+template ActivationLoops<at::BFloat16> activation_loops(ActivationKind kind);
 
 }  // namespace ligature::cpu

@@ -1,43 +1,81 @@
-// The bias of the CPU backend. ATen adds; the sum over rows is ours, to accumulate in float and in
-// an order that does not depend on the number of threads.
+// The bias of the CPU backend: sums are taken in float, those over rows in an order that does not
+// depend on the number of threads.
 #include "ligature/backend/cpu/bias.h"
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include "ligature/backend/cpu/row_chunks.h"
 
 namespace ligature::cpu {
 namespace {
 
-template <typename C>
-LIGATURE_SIMD void accumulate(const C* x, C* sums, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) sums[i] += x[i];
+// What a staged piece of a row holds.
+constexpr int64_t kBiasPiece = 1024;
+
+template <typename C, typename T>
+LIGATURE_SIMD void add_bias(const T* x, const C* b, T* y, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) y[i] = Cast<C, T>::apply(Cast<T, C>::apply(x[i]) + b[i]);
+}
+
+template <typename T>
+void forward_into(const Tensor& y, const Tensor& x, const Tensor& b) {
+  using C = ComputeType<T>;
+  const int64_t features = b.numel();
+  const auto buffer = make_aligned_buffer<C>(features);
+  const C* bias = Input<C>(b).read(0, features, buffer.get());
+  const Input<T> input(x);
+  const Output<T> output(y);
+  const int64_t most = input.direct() ? kChunkElements : kBiasPiece;
+  const int64_t piece = std::clamp<int64_t>(features, 1, most);
+  const int64_t pieces_per_row = (features + piece - 1) / piece;
+  const int64_t rows = x.numel() / std::max<int64_t>(features, 1);
+  const int64_t grain = std::max<int64_t>(1, kChunkElements / piece);
+  at::parallel_for(0, rows * pieces_per_row, grain, [&](int64_t first, int64_t last) {
+    alignas(kBufferAlignment) T x_buffer[kBiasPiece];
+    alignas(kBufferAlignment) T y_buffer[kBiasPiece];
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t column = i % pieces_per_row * piece;
+      const int64_t at = i / pieces_per_row * features + column;
+      const int64_t n = std::min(piece, features - column);
+      T* result = output.place(at, y_buffer);
+      add_bias(input.read(at, n, x_buffer), bias + column, result, n);
+      output.write(at, n, result);
+    }
+  });
+}
+
+template <typename T>
+void backward_into(const Tensor& db, const Tensor& dy, int64_t features) {
+  using C = ComputeType<T>;
+  const int64_t rows = features > 0 ? dy.numel() / features : 0;
+  const RowChunks chunks(rows, features, kSumChunkElements);
+  ChunkSums<C> sums(chunks, features, true);
+  const Input<T> input(dy);
+  parallel_chunks(chunks, [&](int64_t chunk, int64_t first, int64_t last) {
+    const auto buffer = make_aligned_buffer<T>(features);
+    for (int64_t row = first; row < last; ++row) {
+      accumulate(input.read(row * features, features, buffer.get()), sums.chunk(chunk), features);
+    }
+  });
+  sums.write_total(db);
 }
 
 }  // namespace
 
 Tensor bias_forward(const Tensor& x, const Tensor& b) {
-  if (x.scalar_type() == b.scalar_type()) return at::add(x, b);
-  return at::add(x, b).to(x.scalar_type());
+  if (x.scalar_type() != b.scalar_type()) return at::add(x, b).to(x.scalar_type());
+  Tensor y = at::empty_like(x);
+  dispatch_elements([&](auto zero) { forward_into<decltype(zero)>(y, x, b); }, x.scalar_type());
+  return y;
 }
 
 Tensor bias_backward(const Tensor& dy, int64_t features) {
-  const int64_t rows = features > 0 ? dy.numel() / features : 0;
   Tensor db = at::empty({features}, dy.options());
-  dispatch_compute(dy.scalar_type(), [&](auto zero) {
-    using C = decltype(zero);
-    const RowChunks chunks(rows, features);
-    ChunkSums<C> sums(chunks, features, true);
-    const Input<C> input(dy);
-    parallel_chunks(chunks, [&](int64_t chunk, int64_t first, int64_t last) {
-      auto buffer = make_buffer<C>(features);
-      for (int64_t row = first; row < last; ++row) {
-        accumulate(input.read(row * features, features, buffer.get()), sums.chunk(chunk), features);
-      }
-    });
-    sums.write_total(db);
-  });
+  dispatch_elements([&](auto zero) { backward_into<decltype(zero)>(db, dy, features); },
+                    dy.scalar_type());
   return db;
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "ligature/backend/cpu/cast.h"
 #include "ligature/backend/cpu/staging.h"
 #include "ligature/backend/cpu/vector_math.h"
 
@@ -16,14 +17,16 @@ namespace ligature::cpu {
 /// thread.
 constexpr int64_t kChunkElements = 16384;
 constexpr int64_t kMaxChunks = 32;
+/// The same where each chunk has a row of sums, to be cleared and added to the others.
+constexpr int64_t kSumChunkElements = 4 * kChunkElements;
 
 struct RowChunks {
   int64_t rows;
   int64_t count;
 
-  RowChunks(int64_t row_count, int64_t row_elements)
+  RowChunks(int64_t row_count, int64_t row_elements, int64_t chunk_elements = kChunkElements)
       : rows(row_count),
-        count(std::clamp<int64_t>(rows * row_elements / kChunkElements, 1,
+        count(std::clamp<int64_t>(rows * row_elements / chunk_elements, 1,
                                   std::clamp<int64_t>(rows, 1, kMaxChunks))) {}
 
   int64_t begin(int64_t chunk) const { return chunk * rows / count; }
@@ -34,7 +37,15 @@ template <typename F>
 void parallel_chunks(const RowChunks& chunks, const F& f) {
   at::parallel_for(0, chunks.count, 1, [&](int64_t first, int64_t last) {
     for (int64_t c = first; c < last; ++c) f(c, chunks.begin(c), chunks.begin(c + 1));
+    stream_end();
   });
+}
+
+/// sums += x.
+template <typename C, typename T>
+LIGATURE_SIMD void accumulate(const T* x, C* sums, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) sums[i] += Cast<T, C>::apply(x[i]);
 }
 
 /// One row of sums per chunk, and their total.
@@ -43,26 +54,26 @@ class ChunkSums {
  public:
   /// `wanted` false makes a place holder without memory.
   ChunkSums(const RowChunks& chunks, int64_t features, bool wanted)
-      : features_(features), sums_(wanted ? chunks.count * features : 0) {}
+      : count_(chunks.count), features_(features), stride_((features + 15) / 16 * 16) {
+    if (!wanted) return;
+    sums_ = make_aligned_buffer<C>(count_ * stride_);
+    std::fill_n(sums_.get(), count_ * stride_, C(0));
+  }
 
   /// Null when not wanted.
-  C* chunk(int64_t c) { return sums_.empty() ? nullptr : sums_.data() + c * features_; }
+  C* chunk(int64_t c) { return sums_ ? sums_.get() + c * stride_ : nullptr; }
 
   void write_total(const at::Tensor& out) {
-    if (sums_.empty()) return;
-    const int64_t count = static_cast<int64_t>(sums_.size()) / features_;
-    for (int64_t c = 1; c < count; ++c) {
-      const C* part = chunk(c);
-      for (int64_t i = 0; i < features_; ++i) sums_[i] += part[i];
-    }
+    if (!sums_) return;
+    for (int64_t c = 1; c < count_; ++c) accumulate(chunk(c), sums_.get(), features_);
     const Output<C> total(out);
-    std::copy_n(sums_.data(), features_, total.place(0, sums_.data()));
-    total.write(0, features_, sums_.data());
+    std::copy_n(sums_.get(), features_, total.place(0, sums_.get()));
+    total.write(0, features_, sums_.get());
   }
 
  private:
-  int64_t features_;
-  std::vector<C> sums_;
+  int64_t count_, features_, stride_;
+  AlignedBuffer<C> sums_;
 };
 
 }  // namespace ligature::cpu

@@ -31,50 +31,61 @@ void dispatch_dtype(at::ScalarType dtype, const F& f) {
 
 }  // namespace
 
-template <typename C>
-Input<C>::Input(const at::Tensor& t) {
+template <typename T>
+Input<T>::Input(const at::Tensor& t) {
   if (!t.defined()) return;
   LIGATURE_CHECK(t.is_contiguous(), "[cpu kernel] wanted a contiguous tensor, got shape ",
                  t.sizes(), " with strides ", t.strides());
   data_ = t.const_data_ptr();
   dtype_ = t.scalar_type();
-  direct_ = dtype_ == c10::CppTypeToScalarType<C>::value;
+  direct_ = dtype_ == c10::CppTypeToScalarType<T>::value;
 }
 
-template <typename C>
-const C* Input<C>::convert(int64_t offset, int64_t n, C* buffer) const {
+template <typename T>
+const T* Input<T>::convert(int64_t offset, int64_t n, T* buffer) const {
   dispatch_dtype(dtype_, [&](auto zero) {
-    using T = decltype(zero);
-    convert_block(static_cast<const T*>(data_) + offset, buffer, n);
+    using From = decltype(zero);
+    convert_block(static_cast<const From*>(data_) + offset, buffer, n);
   });
   return buffer;
 }
 
-template <typename C>
-Output<C>::Output(const at::Tensor& t) {
+template <typename T>
+Output<T>::Output(const at::Tensor& t, bool streams) {
   if (!t.defined()) return;
   LIGATURE_CHECK(t.is_contiguous(), "[cpu kernel] wanted a contiguous result, got strides ",
                  t.strides());
   data_ = t.mutable_data_ptr();
   dtype_ = t.scalar_type();
-  direct_ = dtype_ == c10::CppTypeToScalarType<C>::value;
+  direct_ = dtype_ == c10::CppTypeToScalarType<T>::value;
+  in_place_ = direct_ && !(streams && static_cast<int64_t>(t.nbytes()) >= kStreamResultBytes);
 }
 
-template <typename C>
-Output<C>::Output(void* data, at::ScalarType dtype)
-    : data_(data), dtype_(dtype), direct_(dtype == c10::CppTypeToScalarType<C>::value) {}
+template <typename T>
+Output<T>::Output(void* data, at::ScalarType dtype)
+    : data_(data),
+      dtype_(dtype),
+      direct_(dtype == c10::CppTypeToScalarType<T>::value),
+      in_place_(direct_) {}
 
-template <typename C>
-void Output<C>::convert(int64_t offset, int64_t n, const C* values) const {
+template <typename T>
+void Output<T>::move(int64_t offset, int64_t n, const T* values) const {
+  if (direct_) {
+    stream_copy(reinterpret_cast<uint8_t*>(static_cast<T*>(data_) + offset),
+                reinterpret_cast<const uint8_t*>(values), n * static_cast<int64_t>(sizeof(T)));
+    return;
+  }
   dispatch_dtype(dtype_, [&](auto zero) {
-    using T = decltype(zero);
-    convert_block(values, static_cast<T*>(data_) + offset, n);
+    using To = decltype(zero);
+    convert_block(values, static_cast<To*>(data_) + offset, n);
   });
 }
 
 template class Input<float>;
 template class Input<double>;
+template class Input<at::BFloat16>;
 template class Output<float>;
 template class Output<double>;
+template class Output<at::BFloat16>;
 
 }  // namespace ligature::cpu

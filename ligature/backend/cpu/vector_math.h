@@ -1,7 +1,7 @@
 // Arithmetic the compiler can turn into vector code by itself: no branches, no libm calls for
 // float, sums over independent lanes. `LIGATURE_SIMD` marks the loops that hold it; such a function
-// is compiled for AVX2 too and the processor's version is chosen once, at load time; with
-// `LIGATURE_WIDE_SIMD` for AVX-512 as well.
+// is compiled for AVX2 and for AVX-512 too and the processor's version is chosen once, at load
+// time.
 #pragma once
 
 #include <bit>
@@ -10,13 +10,11 @@
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-#define LIGATURE_SIMD __attribute__((target_clones("arch=x86-64-v3", "default")))
-#define LIGATURE_WIDE_SIMD \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define LIGATURE_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define LIGATURE_SIMD
-#define LIGATURE_WIDE_SIMD
 #endif
+#define LIGATURE_WIDE_SIMD LIGATURE_SIMD
 #define LIGATURE_INLINE [[gnu::always_inline]] inline
 
 namespace ligature::cpu {
@@ -77,10 +75,21 @@ struct SumPair {
   C first, second;
 };
 
-/// The sums of first(i) and of second(i) over i in [0, n), in an order that depends on n alone.
+/// lanes[0] becomes the sum of all `count`, a power of two.
+template <int64_t count, typename C>
+LIGATURE_INLINE void fold_lanes(C* lanes) {
+  constexpr int64_t half = count / 2;
+  if constexpr (half > 0) {
+    for (int64_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+    fold_lanes<half>(lanes);
+  }
+}
+
+/// The sums of first(i) and of second(i) over i in [0, n), in an order that depends on n alone. Two
+/// AVX-512 registers of lanes per sum: with fewer, each addition would wait for the one before.
 template <typename C, typename First, typename Second>
 LIGATURE_INLINE SumPair<C> lane_sums(int64_t n, const First& first, const Second& second) {
-  constexpr int64_t lanes = 16;
+  constexpr int64_t lanes = 32;
   C a[lanes] = {}, b[lanes] = {};
   int64_t i = 0;
   for (; i + lanes <= n; i += lanes) {
@@ -94,12 +103,8 @@ LIGATURE_INLINE SumPair<C> lane_sums(int64_t n, const First& first, const Second
     a[l] += first(i);
     b[l] += second(i);
   }
-  for (int64_t half = lanes / 2; half > 0; half /= 2) {
-    for (int64_t l = 0; l < half; ++l) {
-      a[l] += a[l + half];
-      b[l] += b[l + half];
-    }
-  }
+  fold_lanes<lanes>(a);
+  fold_lanes<lanes>(b);
   return {a[0], b[0]};
 }
 
