@@ -3,13 +3,12 @@
 // Sums over k are never cut: each element is made by one loop, in registers.
 #include "ligature/backend/cpu/product.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
 
 #include "ligature/backend/cpu/product_tile.h"
+#include "ligature/backend/cpu/shared_tasks.h"
 
 namespace ligature::cpu {
 namespace {
@@ -17,9 +16,12 @@ namespace {
 constexpr int64_t kMinSize = 16;          // what packing costs less than it gains
 constexpr int64_t kMaxUnits = 4096;       // of k: 512 KiB of b, half a cache
 constexpr int64_t kBlockUnits = 3 << 19;  // of a, packed at a time: 6 MiB
+constexpr int64_t kOwnUnits = 1 << 15;    // of a: each thread packs them for itself
 // Of one task: what repays handing it to another thread.
 constexpr int64_t kPackedUnits = 1 << 14;
 constexpr int64_t kMultiplies = 1 << 18;
+constexpr int64_t kTasksPerThread = 8;  // what the last one to be done may keep others waiting
+constexpr int64_t kPanelsPerTask = 8;   // of rows, with which packing b is repaid
 // From here on oneDNN is as fast in bfloat16.
 constexpr int64_t kMostBFloat16 = int64_t{1} << 26;
 
@@ -56,38 +58,48 @@ ProductMatrix place_of(const Matrix& m) { return {m.data, m.row_stride, is_bfloa
 /// The result's rows [first, first + rows).
 struct RowBlock {
   int64_t first, rows, n, k;
-  uint32_t* packed;
 };
 
 void multiply_rows(const ProductSide& a, const ProductSide& b, const RowBlock& block,
                    const ProductTerms& terms) {
+  static thread_local Scratch left_scratch, right_scratch;
   const int64_t units = a.units(block.k);
   const int64_t row_units = padded(units);
   const Parts panels(block.rows, kTileRows);
-  at::parallel_for(0, panels.count, std::max<int64_t>(1, kPackedUnits / (row_units * kTileRows)),
-                   [&](int64_t begin, int64_t end) {
-                     pack_left(a, block.first, panels, begin, end, block.k, block.packed);
-                   });
+  uint32_t* shared = nullptr;
+  if (block.rows * row_units > kOwnUnits) {
+    shared = left_scratch.get(block.rows * row_units);
+    const int64_t grain = std::max<int64_t>(1, kPackedUnits / (row_units * kTileRows));
+    at::parallel_for(0, panels.count, grain, [&](int64_t begin, int64_t end) {
+      pack_left(a, block.first, panels, begin, end, block.k, shared);
+    });
+  }
   const int64_t columns = (block.n + kTileColumns - 1) / kTileColumns;
-  // Where columns are fewer than threads, rows are cut too, and b is packed more than once.
-  const int64_t cuts = std::clamp<int64_t>(at::get_num_threads() / columns, 1,
-                                           std::max<int64_t>(1, panels.count / 4));
+  // Where columns are few, rows are cut too, and b is packed more than once.
+  const int64_t cuts = std::clamp<int64_t>(kTasksPerThread * at::get_num_threads() / columns, 1,
+                                           std::max<int64_t>(1, panels.count / kPanelsPerTask));
   const int64_t task = std::max<int64_t>(1, block.rows * kTileColumns * block.k / cuts);
-  at::parallel_for(
-      0, columns * cuts, std::max<int64_t>(1, kMultiplies / task), [&](int64_t begin, int64_t end) {
-        static thread_local Scratch scratch;
-        uint32_t* const right = scratch.get(units * kTileColumns);
-        for (int64_t i = begin; i < end; ++i) {
-          const int64_t column = i / cuts * kTileColumns;
-          const int64_t width = std::min(kTileColumns, block.n - column);
-          pack_right(b, column, width, block.k, right);
-          const int64_t last = (i % cuts + 1) * panels.count / cuts;
-          for (int64_t p = i % cuts * panels.count / cuts; p < last; ++p) {
-            multiply_tile(block.packed + panels.begin(p) * row_units, right, panels.size(p), width,
-                          units, a.bfloat16, terms, block.first + panels.begin(p), column);
-          }
-        }
-      });
+  SharedTasks tasks(columns * cuts, kMultiplies / task);
+  tasks.run([&](const auto& next) {
+    int64_t i = next();
+    if (i < 0) return;
+    uint32_t* packed = shared;
+    if (packed == nullptr) {
+      packed = left_scratch.get(block.rows * row_units);
+      pack_left(a, block.first, panels, 0, panels.count, block.k, packed);
+    }
+    uint32_t* const right = right_scratch.get(units * kTileColumns);
+    for (; i >= 0; i = next()) {
+      const int64_t column = i / cuts * kTileColumns;
+      const int64_t width = std::min(kTileColumns, block.n - column);
+      pack_right(b, column, width, block.k, right);
+      const int64_t last = (i % cuts + 1) * panels.count / cuts;
+      for (int64_t p = i % cuts * panels.count / cuts; p < last; ++p) {
+        multiply_tile(packed + panels.begin(p) * row_units, right, panels.size(p), width, units,
+                      a.bfloat16, terms, block.first + panels.begin(p), column);
+      }
+    }
+  });
 }
 
 bool is_operand(const Matrix& m, at::ScalarType dtype) {
@@ -153,15 +165,13 @@ bool runs_multiply(const Product& p, const Matrix& out) {
 }
 
 void multiply(const Product& p, const Matrix& out) {
-  static thread_local Scratch scratch;
   const ProductSide a = side_of(p.a), b = side_of(p.b);
   const ProductTerms terms{place_of(out), place_of(p.add), place_of(p.bias),
                            static_cast<float>(p.alpha)};
   const int64_t row_units = padded(a.units(p.a.columns));
   const Parts blocks(p.a.rows, std::max<int64_t>(256, kBlockUnits / row_units));
-  uint32_t* const packed = scratch.get((p.a.rows / blocks.count + 1) * row_units);
   for (int64_t i = 0; i < blocks.count; ++i) {
-    multiply_rows(a, b, {blocks.begin(i), blocks.size(i), p.b.rows, p.a.columns, packed}, terms);
+    multiply_rows(a, b, {blocks.begin(i), blocks.size(i), p.b.rows, p.a.columns}, terms);
   }
 }
 
