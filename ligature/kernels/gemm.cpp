@@ -3,6 +3,7 @@
 // these calls thousands of times, so each path is the fewest dispatches that do it.
 #include "ligature/kernels/gemm.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
@@ -118,10 +119,19 @@ void check_product(const char* op, const Tensor& x, const Tensor& w, int64_t inn
                  x.size(-1));
 }
 
+namespace {
+
+Tensor empty_like(const Tensor& x, at::IntArrayRef shape) {
+  if (x.is_cpu()) return at::detail::empty_cpu(shape, x.scalar_type());
+  return at::empty(shape, x.options());
+}
+
+}  // namespace
+
 Tensor rows_like(const Tensor& x, int64_t columns) {
   at::DimVector shape(x.sizes());
   shape.back() = columns;
-  return at::empty(shape, x.options());
+  return empty_like(x, shape);
 }
 
 Tensor linear_forward(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& add,
@@ -181,7 +191,7 @@ Tensor linear_weight_grad(const Tensor& dy, const Tensor& x, double alpha) {
   const Maker maker(dy, on_cuda, [&] { return weight_product(dy, x, false, {}, alpha); });
   const KernelScope scope("linear_weight_grad", maker.name());
   if (on_cuda) return cuda::linear_weight_grad(dy, x, alpha);
-  if (maker.on_cpu()) return maker.multiply(at::empty({dy.size(-1), x.size(-1)}, dy.options()));
+  if (maker.on_cpu()) return maker.multiply(empty_like(dy, {dy.size(-1), x.size(-1)}));
   return product(as_matrix(dy).t(), as_matrix(x), {}, alpha);
 }
 

@@ -190,9 +190,10 @@ template <bool Pairs>
   }
 }
 
-/// Sums over all units, in order, into [rows, 32] floats.
+/// Sums over all units, in order, into rows of floats that are `stride` apart.
 template <int Rows, int Vectors, bool Pairs>
-void sums_of(const uint32_t* left, const uint32_t* right, int64_t units, float* to) {
+void sums_of(const uint32_t* left, const uint32_t* right, int64_t units, float* to,
+             int64_t stride) {
   __m512 sum[Rows][Vectors];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
@@ -223,12 +224,12 @@ void sums_of(const uint32_t* left, const uint32_t* right, int64_t units, float* 
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 2
     for (int v = 0; v < Vectors; ++v) {
-      _mm512_store_ps(to + r * kTileColumns + v * kLanes, sum[r][v]);
+      _mm512_storeu_ps(to + r * stride + v * kLanes, sum[r][v]);
     }
   }
 }
 
-using Sums = void (*)(const uint32_t*, const uint32_t*, int64_t, float*);
+using Sums = void (*)(const uint32_t*, const uint32_t*, int64_t, float*, int64_t);
 
 #define LIGATURE_TILES(vectors, pairs)                                                    \
   {sums_of<1, vectors, pairs>,  sums_of<2, vectors, pairs>,  sums_of<3, vectors, pairs>,  \
@@ -292,7 +293,14 @@ void multiply_tile(const uint32_t* left, const uint32_t* right, int64_t rows, in
     __builtin_prefetch(static_cast<char*>(terms.out.data) + at, 1);
     if (!terms.out.bfloat16) __builtin_prefetch(static_cast<char*>(terms.out.data) + at + 64, 1);
   }
-  kSums[bfloat16][vectors - 1][rows - 1](left, right, units, sums);
+  const Sums sum = kSums[bfloat16][vectors - 1][rows - 1];
+  const bool plain = terms.alpha == 1.0f && terms.bias.data == nullptr && terms.add.data == nullptr;
+  if (plain && !terms.out.bfloat16 && columns == vectors * kLanes) {
+    float* const out = static_cast<float*>(terms.out.data) + row * terms.out.stride + column;
+    sum(left, right, units, out, terms.out.stride);
+    return;
+  }
+  sum(left, right, units, sums, kTileColumns);
   for (int64_t v = 0; v < vectors; ++v) {
     const __mmask16 mask = first_bits(columns - v * kLanes) & 0xffff;
     const int64_t at = column + v * kLanes;
