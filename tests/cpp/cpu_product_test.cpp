@@ -171,6 +171,7 @@ TEST(CpuProduct, KernelsSayWhoMultiplied) {
   EXPECT_EQ(backend_of(at::kFloat, 64), ours && cpu::has_product_tiles(false) ? "cpu" : "aten");
   EXPECT_EQ(backend_of(at::kBFloat16, 64), ours && cpu::has_product_tiles(true) ? "cpu" : "aten");
   EXPECT_EQ(backend_of(at::kFloat, 2), "aten");
+  EXPECT_EQ(backend_of(at::kBFloat16, 1 << 15), "aten");
   EXPECT_EQ(backend_of(at::kDouble, 64), "aten");
 }
 

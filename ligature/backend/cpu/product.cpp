@@ -22,8 +22,8 @@ constexpr int64_t kPackedUnits = 1 << 14;
 constexpr int64_t kMultiplies = 1 << 18;
 constexpr int64_t kTasksPerThread = 8;  // what the last one to be done may keep others waiting
 constexpr int64_t kPanelsPerTask = 8;   // of rows, with which packing b is repaid
-// From here on oneDNN is as fast in bfloat16.
-constexpr int64_t kMostBFloat16 = int64_t{1} << 26;
+// Multiplications from which on oneDNN is faster in bfloat16.
+constexpr int64_t kMostBFloat16 = 1 << 25;
 
 /// Memory that a thread keeps from call to call.
 class Scratch {
