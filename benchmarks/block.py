@@ -1,14 +1,27 @@
-"""The block that the benchmarks time, in plain PyTorch and in Ligature, and one step of it."""
+"""The block that the benchmarks time, in plain PyTorch and in Ligature, and one step of it.
+
+By itself, on the CPU: forward and backward beside eager, torch.compile and the block's six matrix
+products alone, in turns and as medians, and what a step holds in memory. Run it with the settings
+of ``make bench`` for malloc; else new pages are what is timed.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from timing import interleaved
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 
 import ligature as te
+
+CPU_SHAPES = [(64, 256, 512), (512, 512, 2816)]
 
 RECIPES: dict[str, Callable[[], te.recipe.Recipe]] = {
     "fp8 delayed": te.recipe.DelayedScaling,
@@ -106,3 +119,118 @@ def captured(step: Step) -> Callable[[], None]:
 
 def low_precision(recipe: te.recipe.Recipe | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if recipe is None else te.autocast(recipe=recipe)
+
+
+def products(t: int, h: int, f: int, dtype: torch.dtype) -> Callable[[], None]:
+    """The six matrix products of a step, as PyTorch makes them: of each linear y, dx and dw."""
+
+    def one(k: int, n: int) -> Callable[[], None]:
+        x, w, dy = (torch.randn(*s, dtype=dtype) for s in ((t, k), (n, k), (t, n)))
+
+        def run() -> None:
+            nn.functional.linear(x, w)
+            torch.mm(dy, w)
+            torch.mm(dy.t(), x)
+
+        return run
+
+    both = [one(h, f), one(f // 2, h)]
+
+    def run() -> None:
+        with torch.no_grad():
+            for linear in both:
+                linear()
+
+    return run
+
+
+def saved_bytes(step: Step) -> int:
+    """What forward keeps for backward, besides parameters and input."""
+    ours = {t.untyped_storage().data_ptr() for t in (step.x, *step.parameters)}
+    held: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in ours:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = step.model(step.x)
+    del y
+    return sum(held.values())
+
+
+def peak_bytes(step: Step) -> int:
+    """The most that a step holds in tensors it makes, its result and gradients among them."""
+    step.clear()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        step()
+    events = [e for e in measured.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def measure(seconds: float, compiled: bool, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """``seconds`` for each shape and dtype."""
+    rows: list[dict[str, Any]] = []
+    tell(
+        f"{'forward and backward':<26}{'µs':>10}{'eager':>8}{'compile':>9}{'products':>10}"
+        f"{'saved KiB':>11}{'peak KiB':>10}"
+    )
+    for t, h, f in CPU_SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            plain = TorchBlock("LayerNorm", h, f, True, dtype)
+            x = torch.randn(t, h, dtype=dtype, requires_grad=True)
+            dy = torch.randn(t, h, dtype=dtype)
+            steps: dict[str, Step] = {"eager": Step(plain, x, dy)}
+            if compiled:
+                torch.compiler.reset()
+                steps["torch.compile"] = Step(torch.compile(plain), x, dy)
+            for name, recompute in (("ligature", "none"), ("ligature recompute", "cheap")):
+                model = ligature_block("LayerNorm", h, f, True, dtype, recompute)
+                model.load_state_dict(
+                    dict(zip(model.state_dict(), plain.parameters(), strict=True))
+                )
+                steps[name] = Step(model, x, dy)
+            runs = [*steps.values(), products(t, h, f, dtype)]
+            taken = dict(zip([*steps, "products"], interleaved(runs, "cpu", seconds), strict=True))
+            block = f"T{t} h{h} f{f} {str(dtype)[6:]}"
+            tell(block)
+            for name, time in taken.items():
+                row: dict[str, Any] = {"block": block, "what": name, "us": 1e6 * time}
+                line = f"  {name:<24}{row['us']:>10.0f}"
+                for other, width in (("eager", 8), ("torch.compile", 9), ("products", 10)):
+                    row[f"to {other}"] = time / taken[other] if other in taken else None
+                    ratio = row[f"to {other}"]
+                    line += f"{'' if ratio is None else format(ratio, '.2f'):>{width}}"
+                if name in steps and name != "torch.compile":
+                    row["saved_bytes"] = saved_bytes(steps[name])
+                    row["peak_bytes"] = peak_bytes(steps[name])
+                    line += f"{row['saved_bytes'] / 1024:>11.0f}{row['peak_bytes'] / 1024:>10.0f}"
+                rows.append(row)
+                tell(line)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=8.0, help="per shape and dtype")
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    parser.add_argument("--json", help="write everything here too")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    print(
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, Ligature {te.__version__}"
+    )
+    rows = measure(args.seconds, not args.no_compile, print)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -91,9 +91,10 @@ Accelerator accelerator() {
 
 std::vector<Availability> backend_list(const CudaConfig& cuda, const Accelerator& accelerator) {
   std::vector<Availability> list = {
-      {"cpu", true, "kernels for CPU tensors"},
+      {"cpu", true, "kernels for CPU tensors, matrix products where they are faster than ATen's"},
       {"aten", true,
-       "matrix products and dropout on the CPU, and all kernels where no other backend serves"}};
+       "other matrix products and dropout on the CPU, and all kernels where no other backend "
+       "serves"}};
   const bool has_device = accelerator.type == at::kCUDA && accelerator.count > 0;
   if (!cuda.built) {
     list.push_back({"cuda", false, cuda.reason});

@@ -1,13 +1,15 @@
-// Matrix products are cuBLASLt's on CUDA, and ATen's on every other device and in float64. Host
-// time matters here: a training step of a small model makes these calls thousands of times, so each
-// path is the fewest dispatches that do it.
+// Matrix products are cuBLASLt's on CUDA, our own on a CPU where those are faster, and ATen's on
+// every other device and in float64. Host time matters here: a training step of a small model makes
+// these calls thousands of times, so each path is the fewest dispatches that do it.
 #include "ligature/kernels/gemm.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include "ligature/backend/cpu/product.h"
 #include "ligature/backend/cuda/gemm.h"
 #include "ligature/check.h"
 #include "ligature/kernels/arguments.h"
@@ -57,12 +59,54 @@ bool is_matrix(const Tensor& t, const Tensor& like, int64_t rows, int64_t column
           t.scalar_type() == like.scalar_type() && t.device() == like.device() && !t.is_neg());
 }
 
-const char* backend_of(const Tensor& x, bool cuda) {
-  if (x.is_meta()) {
-    const bool stands_for_cuda = device_behind(x) == at::kCUDA;
-    cuda = stands_for_cuda && cuda::has_gemm(x.scalar_type());
+/// A product and who makes it. A tensor without memory stands for one elsewhere: the name is of
+/// what would make that one.
+class Maker {
+ public:
+  template <typename MakeProduct>
+  Maker(const Tensor& x, bool on_cuda, const MakeProduct& make_product) : on_cuda_(on_cuda) {
+    const bool without_memory = x.is_meta();
+    if (!x.is_cpu() && !without_memory) return;
+    if (without_memory && device_behind(x) != at::kCPU) {
+      named_cuda_ = device_behind(x) == at::kCUDA && cuda::has_gemm(x.scalar_type());
+      return;
+    }
+    product_ = make_product();
+    named_cpu_ = cpu::runs_multiply(product_);
+    on_cpu_ = named_cpu_ && !without_memory;
   }
-  return cuda ? "cublaslt" : "aten";
+
+  /// With a result that is there already.
+  void set_result(const Tensor& out) {
+    if (!named_cpu_) return;
+    result_ = cpu::Matrix::of_result(out);
+    named_cpu_ = cpu::runs_multiply(product_, result_);
+    on_cpu_ = on_cpu_ && named_cpu_;
+  }
+
+  bool on_cpu() const { return on_cpu_; }
+  const char* name() const {
+    return on_cuda_ || named_cuda_ ? "cublaslt" : named_cpu_ ? "cpu" : "aten";
+  }
+
+  void multiply() const { cpu::multiply(product_, result_); }
+  Tensor multiply(Tensor out) const {
+    cpu::multiply(product_, cpu::Matrix::of_result(out));
+    return out;
+  }
+
+ private:
+  cpu::Product product_;
+  cpu::Matrix result_;
+  bool on_cuda_ = false, on_cpu_ = false;
+  bool named_cuda_ = false, named_cpu_ = false;
+};
+
+/// dy^T x, added to `out` if it is to be.
+cpu::Product weight_product(const Tensor& dy, const Tensor& x, bool accumulate, const Tensor& out,
+                            double alpha) {
+  using cpu::Matrix;
+  return {Matrix(dy).turned(), Matrix(x).turned(), {}, accumulate ? Matrix(out) : Matrix(), alpha};
 }
 
 }  // namespace
@@ -75,19 +119,33 @@ void check_product(const char* op, const Tensor& x, const Tensor& w, int64_t inn
                  x.size(-1));
 }
 
+namespace {
+
+Tensor empty_like(const Tensor& x, at::IntArrayRef shape) {
+  if (x.is_cpu()) return at::detail::empty_cpu(shape, x.scalar_type());
+  return at::empty(shape, x.options());
+}
+
+}  // namespace
+
 Tensor rows_like(const Tensor& x, int64_t columns) {
   at::DimVector shape(x.sizes());
   shape.back() = columns;
-  return at::empty(shape, x.options());
+  return empty_like(x, shape);
 }
 
 Tensor linear_forward(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& add,
                       double alpha) {
   const bool on_cuda = cuda::runs_gemm(x, w) && is_vector(bias, x, w.size(0)) &&
                        is_matrix(add, x, row_count(x), w.size(0));
-  const KernelScope scope("linear_forward", backend_of(x, on_cuda));
+  const Maker maker(x, on_cuda, [&] {
+    using cpu::Matrix;
+    return cpu::Product{Matrix(x), Matrix(w), Matrix(bias), Matrix(add), alpha};
+  });
+  const KernelScope scope("linear_forward", maker.name());
   check_inner("linear_forward", "x with a last dimension", w.size(1), x.size(-1));
   if (on_cuda) return cuda::linear_forward(x, w, bias, add, alpha);
+  if (maker.on_cpu()) return maker.multiply(rows_like(x, w.size(0)));
   if (bias.defined() && add.defined()) {
     Tensor y = at::add(add, bias);
     linear_forward_add_(y, x, w, {}, alpha);
@@ -101,26 +159,39 @@ void linear_forward_add_(Tensor& y, const Tensor& x, const Tensor& w, const Tens
                          double alpha) {
   const bool on_cuda = cuda::runs_gemm(x, w) && is_vector(bias, x, w.size(0)) &&
                        is_matrix(y, x, row_count(x), w.size(0));
-  const KernelScope scope("linear_forward_add_", backend_of(x, on_cuda));
+  Maker maker(x, on_cuda, [&] {
+    using cpu::Matrix;
+    return cpu::Product{Matrix(x), Matrix(w), Matrix(bias), Matrix(y), alpha};
+  });
+  maker.set_result(y);
+  const KernelScope scope("linear_forward_add_", maker.name());
   check_inner("linear_forward_add_", "x with a last dimension", w.size(1), x.size(-1));
   if (on_cuda) return cuda::linear_forward_add_(y, x, w, bias, alpha);
+  if (maker.on_cpu()) return maker.multiply();
   if (bias.defined()) y.add_(bias);
   as_matrix(y).addmm_(as_matrix(x), w.t(), 1, alpha);
 }
 
 Tensor linear_input_grad(const Tensor& dy, const Tensor& w, const Tensor& add, double alpha) {
   const bool on_cuda = cuda::runs_gemm(dy, w) && is_matrix(add, dy, row_count(dy), w.size(1));
-  const KernelScope scope("linear_input_grad", backend_of(dy, on_cuda));
+  const Maker maker(dy, on_cuda, [&] {
+    using cpu::Matrix;
+    return cpu::Product{Matrix(dy), Matrix(w).turned(), {}, Matrix(add), alpha};
+  });
+  const KernelScope scope("linear_input_grad", maker.name());
   check_inner("linear_input_grad", "dy with a last dimension", w.size(0), dy.size(-1));
   if (on_cuda) return cuda::linear_input_grad(dy, w, add, alpha);
+  if (maker.on_cpu()) return maker.multiply(rows_like(dy, w.size(1)));
   const Tensor addend = add.defined() ? as_matrix(add) : add;
   return as_rows_of(product(as_matrix(dy), w, addend, alpha), dy);
 }
 
 Tensor linear_weight_grad(const Tensor& dy, const Tensor& x, double alpha) {
   const bool on_cuda = cuda::runs_gemm(dy, x) && row_count(dy) == row_count(x);
-  const KernelScope scope("linear_weight_grad", backend_of(dy, on_cuda));
+  const Maker maker(dy, on_cuda, [&] { return weight_product(dy, x, false, {}, alpha); });
+  const KernelScope scope("linear_weight_grad", maker.name());
   if (on_cuda) return cuda::linear_weight_grad(dy, x, alpha);
+  if (maker.on_cpu()) return maker.multiply(empty_like(dy, {dy.size(-1), x.size(-1)}));
   return product(as_matrix(dy).t(), as_matrix(x), {}, alpha);
 }
 
@@ -129,8 +200,11 @@ void linear_weight_grad_into(Tensor& out, const Tensor& dy, const Tensor& x, boo
   const bool on_cuda = cuda::runs_gemm(dy, x) && row_count(dy) == row_count(x) &&
                        cuda::runs_gemm(out, out) && out.device() == dy.device() && out.dim() == 2 &&
                        out.size(0) == dy.size(-1) && out.size(1) == x.size(-1);
-  const KernelScope scope("linear_weight_grad_into", backend_of(dy, on_cuda));
+  Maker maker(dy, on_cuda, [&] { return weight_product(dy, x, accumulate, out, alpha); });
+  maker.set_result(out);
+  const KernelScope scope("linear_weight_grad_into", maker.name());
   if (on_cuda) return cuda::linear_weight_grad_into(out, dy, x, accumulate, alpha);
+  if (maker.on_cpu()) return maker.multiply();
   Tensor dyt = as_matrix(dy).t();
   Tensor x2 = as_matrix(x);
   const double beta = accumulate ? 1.0 : 0.0;

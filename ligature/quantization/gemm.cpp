@@ -1,5 +1,6 @@
 #include "ligature/quantization/gemm.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/clamp_min.h>
 #include <ATen/ops/empty.h>
@@ -62,17 +63,26 @@ Source source_of(const Side& side) {
 
 Tensor as_matrix(const Tensor& t) { return t.dim() == 2 ? t : t.reshape({-1, t.size(-1)}); }
 
-// What is above the blocks of NVFP4.
+bool is_cpu_number(const Tensor& t) {
+  return t.is_cpu() && t.scalar_type() == at::kFloat && t.numel() == 1;
+}
+
+// What is above the blocks of NVFP4. One number on the CPU is computed without torch's calls.
 Tensor upper_factor(const Tensor& amax, const Format& format) {
   const double divisor = format.four_over_six == FourOverSix::None ? 6.0 * 448.0 : 6.0 * 256.0;
-  return at::clamp_min(amax.div(divisor), std::numeric_limits<float>::min());
+  constexpr float least = std::numeric_limits<float>::min();
+  if (!is_cpu_number(amax)) return at::clamp_min(amax.div(divisor), least);
+  Tensor factor = at::detail::empty_cpu(amax.sizes(), at::kFloat);
+  const float whole = *amax.const_data_ptr<float>() / static_cast<float>(divisor);
+  *factor.mutable_data_ptr<float>() = whole < least ? least : whole;
+  return factor;
 }
 
 void set_factor(Operand& out, const Tensor& factor) {
   if (factor.is_cuda()) {
     out.device_factor = factor;
   } else {
-    out.factor = factor.item<float>();
+    out.factor = is_cpu_number(factor) ? *factor.const_data_ptr<float>() : factor.item<float>();
   }
 }
 

@@ -7,6 +7,7 @@
 #include <ATen/ops/where.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <sstream>
@@ -85,10 +86,47 @@ std::shared_ptr<Quantizer> DelayedScaling::make_quantizer(const QuantizerRole& r
   return made;
 }
 
+namespace {
+
+/// Moves the history on by the amax of this step and gives the one that counts, without a dozen
+/// calls of torch for a handful of numbers.
+float move_on_cpu(DelayedScale& delayed, bool most_recent) {
+  float* const history = delayed.history.mutable_data_ptr<float>();
+  float* const noted = delayed.amax.mutable_data_ptr<float>();
+  const int64_t length = delayed.history.size(0);
+  std::copy_backward(history, history + length - 1, history + length);
+  history[0] = *noted;
+  *noted = 0.0f;
+  float largest = history[0];
+  for (int64_t i = 1; i < length && !most_recent && !std::isnan(largest); ++i) {
+    if (!(history[i] <= largest)) largest = history[i];
+  }
+  return largest;
+}
+
+void set_cpu_scale(DelayedScale& delayed, float amax, int64_t margin) {
+  if (amax == 0.0f || !std::isfinite(amax)) return;
+  const float scale = delayed.max_value / amax / std::ldexp(1.0f, static_cast<int>(margin));
+  if (!std::isfinite(scale) || scale == 0.0f) return;
+  delayed.set_scale(at::full({1}, scale, delayed.scale.options()));
+}
+
+bool is_plain_cpu(const at::Tensor& t) {
+  return t.is_cpu() && t.scalar_type() == at::kFloat && t.is_contiguous() && t.numel() > 0;
+}
+
+}  // namespace
+
 void DelayedScaling::update(DelayedScale& delayed) const {
   c10::InferenceMode no_inference(false);
   at::NoGradGuard no_grad;
   at::Tensor& history = delayed.history;
+  if (!options.amax_function && !options.scale_function && is_plain_cpu(history) &&
+      is_plain_cpu(delayed.amax)) {
+    const float amax = move_on_cpu(delayed, options.amax_compute_algo != "max");
+    set_cpu_scale(delayed, amax, options.margin);
+    return;
+  }
   const int64_t length = history.size(0);
   if (length > 1) history.narrow(0, 1, length - 1).copy_(history.narrow(0, 0, length - 1).clone());
   history.narrow(0, 0, 1).copy_(delayed.amax);
@@ -114,12 +152,7 @@ void DelayedScaling::update(DelayedScale& delayed) const {
     delayed.set_scale(at::where(usable, scale, delayed.scale));
     return;
   }
-  const float largest = amax.item<float>();
-  if (largest == 0.0f || !std::isfinite(largest)) return;
-  const float scale =
-      delayed.max_value / largest / std::ldexp(1.0f, static_cast<int>(options.margin));
-  if (!std::isfinite(scale) || scale == 0.0f) return;
-  delayed.set_scale(at::full({1}, scale, delayed.scale.options()));
+  set_cpu_scale(delayed, amax.item<float>(), options.margin);
 }
 
 namespace {
