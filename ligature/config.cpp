@@ -93,7 +93,7 @@ std::vector<Availability> backend_list(const CudaConfig& cuda, const Accelerator
   std::vector<Availability> list = {
       {"cpu", true, "kernels for CPU tensors"},
       {"aten", true,
-       "matrix products and dropout on the CPU, and all kernels where no other backend serves"}};
+       "matrix products on the CPU, and all kernels where no other backend serves"}};
   const bool has_device = accelerator.type == at::kCUDA && accelerator.count > 0;
   if (!cuda.built) {
     list.push_back({"cuda", false, cuda.reason});
