@@ -93,8 +93,7 @@ std::vector<Availability> backend_list(const CudaConfig& cuda, const Accelerator
   std::vector<Availability> list = {
       {"cpu", true, "kernels for CPU tensors, matrix products where they are faster than ATen's"},
       {"aten", true,
-       "other matrix products and dropout on the CPU, and all kernels where no other backend "
-       "serves"}};
+       "other matrix products on the CPU, and all kernels where no other backend serves"}};
   const bool has_device = accelerator.type == at::kCUDA && accelerator.count > 0;
   if (!cuda.built) {
     list.push_back({"cuda", false, cuda.reason});

@@ -1,5 +1,6 @@
 // p = 1 and empty inputs are handled here: torch gives NaN for dropped infinities at p = 1, and a
-// mask of the wrong dtype for empty inputs. What no backend serves is torch's.
+// mask of the wrong dtype for empty inputs. What no backend serves, as float64, is torch's, and so
+// are its masks.
 #include "ligature/kernels/dropout.h"
 
 #include <ATen/ops/empty_like.h>
@@ -27,7 +28,7 @@ void check_probability(const char* op, double p) {
 const char* backend_of(const Tensor& x, double p) {
   if (p == 1.0 || x.numel() == 0) return "aten";
   const at::DeviceType device = device_behind(x);
-  if (device == at::kCPU) return "cpu";
+  if (device == at::kCPU && x.scalar_type() != at::kDouble) return "cpu";
   return device == at::kCUDA && cuda::computes_in(x.scalar_type()) ? "cuda" : "aten";
 }
 

@@ -1,5 +1,5 @@
 // Dropout. The random numbers are those of torch's generator of the device, so that seeds, saved
-// states and graph capture mean what they mean in torch.
+// states and graph capture mean what they mean in torch; what is made of them is the backend's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
