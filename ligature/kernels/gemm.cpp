@@ -73,7 +73,7 @@ class Maker {
     }
     product_ = make_product();
     named_cpu_ = cpu::runs_multiply(product_);
-    on_cpu_ = named_cpu_ && !without_memory;
+    on_cpu_ = named_cpu_ && !without_memory && cpu::has_memory(product_);
   }
 
   /// With a result that is there already.

@@ -156,6 +156,9 @@ TEST(CpuProduct, WhatItCannotReadIsNotTaken) {
   EXPECT_FALSE(cpu::can_multiply({Matrix(a), Matrix(b), {}, Matrix(at::ones({1, 32}))}));
   EXPECT_FALSE(cpu::can_multiply({Matrix(a.to(at::kHalf)), Matrix(b.to(at::kHalf)), {}, {}}));
   EXPECT_FALSE(cpu::can_multiply({Matrix(at::_neg_view(a)), Matrix(b), {}, {}}));
+  EXPECT_TRUE(cpu::has_memory({Matrix(a), Matrix(b), {}, {}}));
+  EXPECT_FALSE(cpu::has_memory({Matrix(a), Matrix(b.to(at::kMeta)), {}, {}}));
+  EXPECT_FALSE(cpu::has_memory({Matrix(a), Matrix(b), {}, Matrix(a.to(at::kMeta))}));
 }
 
 /// The backend that a kernel notes for a product of these sizes.

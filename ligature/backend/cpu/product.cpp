@@ -1,6 +1,7 @@
 // The result is cut into columns of 32. A thread packs the part of b that belongs to one, which
-// then stays in its second-level cache while the rows of a pass by, packed before by all threads.
-// Sums over k are never cut: each element is made by one loop, in registers.
+// then stays in its second-level cache while the rows of a pass by, packed before: by all threads
+// together, or few of them by each. Sums over k are never cut: each element is made by one loop, in
+// registers.
 #include "ligature/backend/cpu/product.h"
 
 #include <algorithm>
@@ -151,6 +152,11 @@ bool can_multiply(const Product& p) {
       !p.bias.defined() || (p.bias.valid && p.bias.rows == 1 && p.bias.columns == p.b.rows &&
                             p.bias.column_stride == 1 && p.bias.dtype == dtype);
   return takes_bias && (!p.add.defined() || is_result(p.add, p));
+}
+
+bool has_memory(const Product& p) {
+  const auto has = [](const Matrix& m) { return !m.defined() || m.data != nullptr; };
+  return has(p.a) && has(p.b) && has(p.bias) && has(p.add);
 }
 
 bool runs_multiply(const Product& p) {

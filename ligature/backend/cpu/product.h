@@ -38,6 +38,8 @@ struct Product {
 
 /// Can `multiply` do it?
 bool can_multiply(const Product& product);
+/// Is everything that it would read there?
+bool has_memory(const Product& product);
 /// Can it, and is it the faster way? With an `out` that is given, is that one it can write to?
 bool runs_multiply(const Product& product);
 bool runs_multiply(const Product& product, const Matrix& out);
