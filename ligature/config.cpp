@@ -92,8 +92,7 @@ Accelerator accelerator() {
 std::vector<Availability> backend_list(const CudaConfig& cuda, const Accelerator& accelerator) {
   std::vector<Availability> list = {
       {"cpu", true, "kernels for CPU tensors"},
-      {"aten", true,
-       "matrix products on the CPU, and all kernels where no other backend serves"}};
+      {"aten", true, "matrix products on the CPU, and all kernels where no other backend serves"}};
   const bool has_device = accelerator.type == at::kCUDA && accelerator.count > 0;
   if (!cuda.built) {
     list.push_back({"cuda", false, cuda.reason});
