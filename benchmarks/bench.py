@@ -78,7 +78,7 @@ def measure_cpu(args: argparse.Namespace) -> dict[str, Any]:
         result["low_precision"] = low_precision.measure(args.seconds / 2, print)
     if "kernels" in args.parts:
         print("\nkernels alone, beside eager, torch.compile and a copy of the same bytes")
-        result["kernels"] = cpu_kernels.measure(seconds=args.seconds / 15)
+        result["kernels"] = cpu_kernels.measure(seconds=args.seconds / 30)
     return result
 
 

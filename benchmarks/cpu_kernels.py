@@ -187,7 +187,7 @@ def measure(
     kernels: list[str] = KERNELS,
     sizes: list[tuple[int, int]] = SIZES,
     dtypes: list[str] | None = None,
-    seconds: float = 0.2,
+    seconds: float = 0.1,
     compiled: bool = True,
     tell: Callable[[str], object] = print,
 ) -> list[Row]:
@@ -213,7 +213,7 @@ def measure(
                         runs = [forward_of(m, x) for m, _ in models]
                     moved = x.nbytes * (case.forward + both * case.backward)
                     runs.append(copy_of(int(moved)))
-                    own, eager, *rest, copy = interleaved(runs, "cpu", seconds, 3)
+                    own, eager, *rest, copy = interleaved(runs, "cpu", seconds, 2)
                     row: Row = {
                         "kernel": name,
                         "size": f"{t}x{h}",
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", choices=[*ALL, "all"], default=KERNELS)
     parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="ROWSxCOLUMNS")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
-    parser.add_argument("--seconds", type=float, default=0.2, help="per line of the table")
+    parser.add_argument("--seconds", type=float, default=0.1, help="per line of the table")
     parser.add_argument("--quick", action="store_true", help="two sizes, without torch.compile")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument("--json", help="write the rows here too")

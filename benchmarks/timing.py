@@ -16,8 +16,8 @@ Run = Callable[[], object]
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|splitk|s16816", re.IGNORECASE)
 
 
-def interleaved(runs: Sequence[Run], device: str, seconds: float, least: int = 5) -> list[float]:
-    """Median seconds of each, measured in turns, ``least`` of them or more."""
+def interleaved(runs: Sequence[Run], device: str, seconds: float, warm_up: int = 5) -> list[float]:
+    """Median seconds of each, measured in turns; ``warm_up`` turns are not counted."""
 
     def timed(run: Run) -> float:
         if device == "cuda":
@@ -28,12 +28,12 @@ def interleaved(runs: Sequence[Run], device: str, seconds: float, least: int = 5
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    for run in runs:
-        for _ in range(least):
+    for _ in range(warm_up):
+        for run in runs:
             run()
     times: list[list[float]] = [[] for _ in runs]
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < least:
+    while time.perf_counter() < end or len(times[0]) < 5:
         for run, result in zip(runs, times, strict=True):
             result.append(timed(run))
     return [statistics.median(result) for result in times]
