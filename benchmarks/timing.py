@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import random
 import re
 import statistics
 import time
@@ -17,7 +18,11 @@ PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|splitk|s16816", re.IGNORECASE)
 
 
 def interleaved(runs: Sequence[Run], device: str, seconds: float, warm_up: int = 5) -> list[float]:
-    """Median seconds of each, measured in turns; ``warm_up`` turns are not counted."""
+    """Median seconds of each, measured in turns; ``warm_up`` turns are not counted.
+
+    Each turn has another order: what ran before decides what is in the caches.
+    """
+    order = random.Random(0)
 
     def timed(run: Run) -> float:
         if device == "cuda":
@@ -34,8 +39,8 @@ def interleaved(runs: Sequence[Run], device: str, seconds: float, warm_up: int =
     times: list[list[float]] = [[] for _ in runs]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < 5:
-        for run, result in zip(runs, times, strict=True):
-            result.append(timed(run))
+        for i in order.sample(range(len(runs)), len(runs)):
+            times[i].append(timed(runs[i]))
     return [statistics.median(result) for result in times]
 
 
