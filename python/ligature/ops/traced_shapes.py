@@ -30,7 +30,8 @@ def hint(size: Any) -> int:
         return size
     from torch.fx.experimental import symbolic_shapes as torchs
 
-    name = "optimization_hint" if hasattr(torchs, "optimization_hint") else "size_hint"  # torch 2.11
+    # The second is torch 2.11's.
+    name = "optimization_hint" if hasattr(torchs, "optimization_hint") else "size_hint"
     return int(getattr(torchs, name)(size, fallback=32))
 
 
