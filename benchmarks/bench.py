@@ -1,10 +1,10 @@
 """Times Ligature against plain PyTorch in the same run: interleaved, medians, ratios.
 
-On the CPU: below 1.00 Ligature is faster; the block is LayerNorm, Linear(h, f), SwiGLU,
-Linear(f/2, h); low precision follows (low_precision.py), and the memory-bound kernels alone
-(cpu_kernels.py). On a GPU: the block in every recipe beside eager, torch.compile and the floors,
-peak memory and the host's time (cuda_block.py), and the bandwidth of the kernels (cuda_kernels.py,
-cuda_casts.py). plot.py draws what --json has written.
+On the CPU: the block beside eager, torch.compile and its products, and what it holds in memory
+(block.py), low precision (low_precision.py), and the memory-bound kernels alone (cpu_kernels.py).
+On a GPU: the block in every recipe beside eager, torch.compile and the floors, peak memory and the
+host's time (cuda_block.py), and the bandwidth of the kernels (cuda_kernels.py, cuda_casts.py).
+plot.py draws what --json has written.
 """
 
 from __future__ import annotations
@@ -14,66 +14,19 @@ import json
 import time
 from typing import Any
 
+import block
 import cpu_kernels
 import low_precision
 import torch
-from block import Step, TorchBlock, forward_only, ligature_block
-from timing import cpu_name, interleaved
-from torch import nn
+from timing import cpu_name
 
 import ligature as te
-
-SHAPES = [(64, 256, 512), (512, 512, 2816)]
-
-
-def make_blocks(h: int, f: int, dtype: torch.dtype, recompute: str) -> tuple[nn.Module, nn.Module]:
-    plain = TorchBlock("LayerNorm", h, f, True, dtype)
-    fused = ligature_block("LayerNorm", h, f, True, dtype, recompute)
-    with torch.no_grad():
-        for to, source in zip(fused.parameters(), plain.parameters(), strict=True):
-            to.copy_(source)
-    return plain, fused
-
-
-def blocks(seconds: float) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    print(f"{'block':<28}{'pass':<10}{'PyTorch µs':>12}{'Ligature µs':>12}{'ratio':>8}")
-    for t, h, f in SHAPES:
-        for dtype in (torch.float32, torch.bfloat16):
-            for recompute in ("none", "cheap"):
-                plain, fused = make_blocks(h, f, dtype, recompute)
-                x = torch.randn(t, h, dtype=dtype, requires_grad=True)
-                dy = torch.randn(t, h, dtype=dtype)
-                passes = {
-                    "fwd": [forward_only(m, x) for m in (plain, fused)],
-                    "fwd+bwd": [Step(m, x, dy) for m in (plain, fused)],
-                }
-                if recompute == "cheap":
-                    del passes["fwd"]
-                for name, runs in passes.items():
-                    torch_s, ligature_s = interleaved(runs, "cpu", seconds)
-                    block = f"T{t} h{h} f{f} {str(dtype)[6:]}"
-                    title = name + (" rc" if recompute == "cheap" else "")
-                    row = {
-                        "block": block,
-                        "pass": name,
-                        "recompute": recompute,
-                        "torch_us": 1e6 * torch_s,
-                        "ligature_us": 1e6 * ligature_s,
-                        "ratio": ligature_s / torch_s,
-                    }
-                    rows.append(row)
-                    print(
-                        f"{block:<28}{title:<10}{row['torch_us']:>12.1f}"
-                        f"{row['ligature_us']:>12.1f}{row['ratio']:>8.2f}"
-                    )
-    return rows
 
 
 def measure_cpu(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if "blocks" in args.parts:
-        result["rows"] = blocks(args.seconds)
+        result["blocks"] = block.measure(2 * args.seconds, True, print)
     if "low" in args.parts:
         result["low_precision"] = low_precision.measure(args.seconds / 2, print)
     if "kernels" in args.parts:

@@ -174,6 +174,13 @@ def peak_bytes(step: Step) -> int:
     return peak
 
 
+RATIOS = (
+    ("of_eager", "eager", 8),
+    ("of_compile", "torch.compile", 9),
+    ("of_floor", "products", 10),
+)
+
+
 def measure(seconds: float, compiled: bool, tell: Callable[[str], None]) -> list[dict[str, Any]]:
     """``seconds`` for each shape and dtype."""
     rows: list[dict[str, Any]] = []
@@ -201,16 +208,15 @@ def measure(seconds: float, compiled: bool, tell: Callable[[str], None]) -> list
             block = f"T{t} h{h} f{f} {str(dtype)[6:]}"
             tell(block)
             for name, time in taken.items():
-                row: dict[str, Any] = {"block": block, "what": name, "us": 1e6 * time}
-                line = f"  {name:<24}{row['us']:>10.0f}"
-                for other, width in (("eager", 8), ("torch.compile", 9), ("products", 10)):
-                    row[f"to {other}"] = time / taken[other] if other in taken else None
-                    ratio = row[f"to {other}"]
+                row: dict[str, Any] = {"shape": block, "what": name, "ms": 1e3 * time}
+                line = f"  {name:<24}{1e6 * time:>10.0f}"
+                for key, other, width in RATIOS:
+                    ratio = row[key] = time / taken[other] if other in taken else None
                     line += f"{'' if ratio is None else format(ratio, '.2f'):>{width}}"
                 if name in steps and name != "torch.compile":
-                    row["saved_bytes"] = saved_bytes(steps[name])
-                    row["peak_bytes"] = peak_bytes(steps[name])
-                    line += f"{row['saved_bytes'] / 1024:>11.0f}{row['peak_bytes'] / 1024:>10.0f}"
+                    saved, peak = saved_bytes(steps[name]), peak_bytes(steps[name])
+                    row["saved_gib"], row["peak_gib"] = saved / 2**30, peak / 2**30
+                    line += f"{saved / 1024:>11.0f}{peak / 1024:>10.0f}"
                 rows.append(row)
                 tell(line)
     return rows

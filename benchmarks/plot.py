@@ -1,4 +1,4 @@
-"""Draws what `bench.py --json` has measured on a GPU, and prints its tables for the documentation.
+"""Draws what `bench.py --json` has measured, and prints its tables for the documentation.
 
     python benchmarks/plot.py bench.json docs/performance_gpu.svg
 
@@ -105,15 +105,33 @@ def block_table(rows: list[Row]) -> str:
 
 
 def memory_table(rows: list[Row]) -> str:
-    first = next(iter(by_shape(rows).values()))
-    return table(
-        ["GiB, first shape", "peak"],
-        [[row["what"], f"{row['peak_gib']:.2f}"] for row in first if row["peak_gib"] is not None],
-    )
+    parts = []
+    for shape, of_shape in by_shape(rows).items():
+        held = {row["what"]: row["peak_gib"] for row in of_shape if row.get("peak_gib")}
+        unit, factor = ("MiB", 1024.0) if max(held.values(), default=0.0) < 0.1 else ("GiB", 1.0)
+        lines = [[what, f"{factor * peak:.3g}"] for what, peak in held.items()]
+        parts.append(table([f"{unit}, {shape}", "peak"], lines))
+    return "\n\n".join(parts)
+
+
+def ratio_table(rows: list[Row]) -> str:
+    """Kernels on the CPU: a line for each, with its ratios at all sizes."""
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    found = {(r["kernel"], r["dtype"], r["pass"], r["size"]): r for r in rows}
+    lines = []
+    for kernel, dtype, direction in dict.fromkeys(key[:3] for key in found):
+        line = [kernel, dtype, direction]
+        for other in ("eager", "compile"):
+            cells = [found.get((kernel, dtype, direction, size), {}).get(other) for size in sizes]
+            line.append(" ".join("-" if c is None else f"{c:.2f}" for c in cells))
+        lines.append(line)
+    return table(["kernel", "dtype", "pass", "to eager", "to torch.compile"], lines)
 
 
 def tables(result: Row) -> str:
     parts = [block_table(result["blocks"]), memory_table(result["blocks"])]
+    if result.get("kernels") and "size" in result["kernels"][0]:
+        return "\n\n".join([*parts, ratio_table(result["kernels"])])
     if result.get("host"):
         rows = [
             [row["what"], f"{row['forward_us']:.0f}", f"{row['both_us']:.0f}"]
