@@ -35,13 +35,18 @@ def assert_same(got, wanted) -> None:
         assert torch.equal(a, b)
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
+def memory_events(run: Callable[[], object]) -> list[int]:
+    """Bytes that are taken, and those given back as negative numbers, in order; on the CPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         run()
     events = [e for e in measured.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
     held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
+    for taken in memory_events(run):
+        held += taken
         peak = max(peak, held)
     return peak
 
@@ -331,3 +336,30 @@ def test_peak_of_a_block(device, recompute):
     floats += t * h if recompute == "none" else 0
     assert peak_bytes(step) == 4 * floats
     assert peak_bytes(lambda: step(keep=True)) >= 4 * floats + 4 * t * f // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_takes_memory_for_results_and_what_is_saved_alone(device, dtype):
+    if device != "cpu":
+        pytest.skip("the profiler's events are the CPU's")
+    t, h, f = 64, 256, 512
+    model = make_mlp(h, f, dtype=dtype)
+    x = torch.randn(t, h, dtype=dtype, requires_grad=True)
+    dy = torch.randn(t, h, dtype=dtype)
+
+    def step() -> None:
+        for leaf in leaves(model, x):
+            leaf.grad = None
+        model(x).backward(dy)
+
+    step()
+    step()
+    for leaf in leaves(model, x):
+        leaf.grad = None
+    taken = sorted(n for n in memory_events(step) if n > 0)
+    # The norm, the first linear, the activation, the output; between them two gradients: that of
+    # the first linear is written over its result.
+    made = [t * h, t * f, t * f, t * h, t * f, t * h]
+    gradients = [leaf.numel() for leaf in leaves(model, x)]
+    wanted = [n * dtype.itemsize for n in (*made, *gradients)]
+    assert taken == sorted([*wanted, 4 * t, 4 * t])  # and the norm's statistics
