@@ -42,7 +42,7 @@ std::string why_high_precision(const Call& call, const std::vector<BasicOpPtr>& 
                                at::Device device) {
   const AutocastState& autocast = call.autocast;
   if (!autocast.only_where_faster || !autocast.enabled || autocast.recipe == nullptr) return "";
-  // What is there in low precision already is not turned back, and a graph has no host to wait for.
+  // What is there in low precision already is not turned back.
   if (call.input.is_quantized() || call.input.sizes().empty()) return "";
   for (const Tensor& parameter : call.params) {
     if (parameter.defined() && quantized_of(parameter) != nullptr) return "";
@@ -51,7 +51,7 @@ std::string why_high_precision(const Call& call, const std::vector<BasicOpPtr>& 
   if (work.linears == 0) return "";
   const std::string begin = autocast.recipe->name() + " is left out, as only_where_faster has it: ";
   if (work.emulated) return begin + "this device has no such products";
-  if (cuda::is_captured(device)) return "";
+  if (cuda::is_captured(device)) return "";  // a graph waits for no host
   const double mean = work.multiplications / work.linears;
   if (mean >= kFasterFrom) return "";
   std::ostringstream out;

@@ -102,6 +102,11 @@ class Maker {
   bool named_cuda_ = false, named_cpu_ = false;
 };
 
+Tensor empty_like(const Tensor& x, at::IntArrayRef shape) {
+  if (x.is_cpu()) return at::detail::empty_cpu(shape, x.scalar_type());
+  return at::empty(shape, x.options());
+}
+
 /// dy^T x, added to `out` if it is to be.
 cpu::Product weight_product(const Tensor& dy, const Tensor& x, bool accumulate, const Tensor& out,
                             double alpha) {
@@ -118,15 +123,6 @@ void check_product(const char* op, const Tensor& x, const Tensor& w, int64_t inn
                  "] wanted an input with a last dimension of ", w.size(inner), ", got ",
                  x.size(-1));
 }
-
-namespace {
-
-Tensor empty_like(const Tensor& x, at::IntArrayRef shape) {
-  if (x.is_cpu()) return at::detail::empty_cpu(shape, x.scalar_type());
-  return at::empty(shape, x.options());
-}
-
-}  // namespace
 
 Tensor rows_like(const Tensor& x, int64_t columns) {
   at::DimVector shape(x.sizes());

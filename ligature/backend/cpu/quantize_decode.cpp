@@ -86,7 +86,7 @@ LIGATURE_INLINE void decode_pairs(const uint8_t* codes, int64_t n, const Factors
 
 // A `size` of 0: one factor for everything.
 template <Element E, int64_t size, Rounding rounding, typename T>
-LIGATURE_WIDE_SIMD void decode_row(const uint8_t* codes, int64_t n, const float* factors, T* out) {
+LIGATURE_SIMD void decode_row(const uint8_t* codes, int64_t n, const float* factors, T* out) {
   if constexpr (size == 0) {
     const float one = *factors;
     decode_pairs<E, rounding>(codes, n / 2, [=](int64_t) { return one; }, out);
@@ -106,7 +106,7 @@ LIGATURE_WIDE_SIMD void decode_row(const uint8_t* codes, int64_t n, const float*
 
 // Is any code NaN or infinite?
 template <Element E>
-LIGATURE_WIDE_SIMD bool any_special(const uint8_t* codes, int64_t n) {
+LIGATURE_SIMD bool any_special(const uint8_t* codes, int64_t n) {
   constexpr int8_t first = E == Element::E4M3 ? 0x7f : 0x7c;
   int8_t largest = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -116,8 +116,8 @@ LIGATURE_WIDE_SIMD bool any_special(const uint8_t* codes, int64_t n) {
 }
 
 template <Rounding rounding, typename T>
-LIGATURE_WIDE_SIMD void decode_fp4_row(const uint8_t* packed, int64_t n, const float* scales,
-                                       float upper, T* out) {
+LIGATURE_SIMD void decode_fp4_row(const uint8_t* packed, int64_t n, const float* scales,
+                                  float upper, T* out) {
   constexpr int64_t size = 16;
   const int64_t pairs = n / 2;
   float each[kColumns / 2];
@@ -156,11 +156,11 @@ Rounding rounding_of(const float* factors, int64_t n, bool exact) {
   return (exact || fractions == 0) && least >= enough ? Rounding::None : Rounding::Finite;
 }
 
-LIGATURE_WIDE_SIMD void decode_e8m0_scales(const uint8_t* codes, int64_t n, float* scales) {
+LIGATURE_SIMD void decode_e8m0_scales(const uint8_t* codes, int64_t n, float* scales) {
   for (int64_t i = 0; i < n; ++i) scales[i] = decode_e8m0(codes[i]);
 }
 
-LIGATURE_WIDE_SIMD void decode_e4m3_scales(const uint8_t* codes, int64_t n, float* scales) {
+LIGATURE_SIMD void decode_e4m3_scales(const uint8_t* codes, int64_t n, float* scales) {
   for (int64_t i = 0; i < n; ++i) scales[i] = decode_fp8<Element::E4M3>(codes[i]);
 }
 

@@ -80,8 +80,8 @@ LIGATURE_INLINE void fetch(const T* x, int64_t ahead, int64_t n) {
 
 // A `size` of 0: one factor for everything.
 template <typename T, Element E, int64_t size, bool held>
-LIGATURE_WIDE_SIMD void encode_blocks(const Tile<T>& x, int64_t group, const float* factors,
-                                      Codes codes) {
+LIGATURE_SIMD void encode_blocks(const Tile<T>& x, int64_t group, const float* factors,
+                                 Codes codes) {
   constexpr int64_t per_byte = E == Element::E2M1 ? 2 : 1;
   const int64_t blocks = size == 0 ? 1 : ceil_div(x.columns, size);
   for (int64_t r = 0; r < x.rows; ++r) {

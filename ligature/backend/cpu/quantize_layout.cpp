@@ -65,8 +65,8 @@ constexpr int64_t kGroup = 16;
 constexpr float kSigns[kGroup] = {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1};
 
 template <typename T, bool inverse>
-LIGATURE_WIDE_SIMD void hadamard_group(const T* x, int64_t x_stride, int64_t columns, float* out,
-                                       int64_t stride) {
+LIGATURE_SIMD void hadamard_group(const T* x, int64_t x_stride, int64_t columns, float* out,
+                                  int64_t stride) {
 #pragma GCC ivdep
   for (int64_t c = 0; c < columns; ++c) {
     float v[kGroup];

@@ -49,7 +49,7 @@ LIGATURE_INLINE typename Bits<T>::Int amax_of(const T* x, int64_t n) {
 }
 
 template <typename T, bool keep_nan>
-LIGATURE_WIDE_SIMD uint32_t whole_amax(const Tile<T>& x) {
+LIGATURE_SIMD uint32_t whole_amax(const Tile<T>& x) {
   typename Bits<T>::Int largest = 0;
   for (int64_t r = 0; r < x.rows; ++r) {
     largest = std::max(largest, amax_of<T, keep_nan>(x.data + r * x.stride, x.columns));
@@ -58,7 +58,7 @@ LIGATURE_WIDE_SIMD uint32_t whole_amax(const Tile<T>& x) {
 }
 
 template <typename T>
-LIGATURE_WIDE_SIMD void raise_columns(const T* x, int64_t n, uint32_t* amax) {
+LIGATURE_SIMD void raise_columns(const T* x, int64_t n, uint32_t* amax) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     const float v = Cast<T, float>::apply(x[i]);
@@ -141,7 +141,7 @@ LIGATURE_INLINE void row_blocks_amax(const T* x, int64_t n, bool raise, uint32_t
 }
 
 template <typename T, int64_t size, bool keep_nan>
-LIGATURE_WIDE_SIMD void blocks_amax(const Tile<T>& x, int64_t group, uint32_t* amax) {
+LIGATURE_SIMD void blocks_amax(const Tile<T>& x, int64_t group, uint32_t* amax) {
   const int64_t blocks = ceil_div(x.columns, size);
   for (int64_t first = 0; first < x.rows; first += group, amax += blocks) {
     for (int64_t r = first; r < std::min(first + group, x.rows); ++r) {
@@ -162,8 +162,8 @@ void blocks_amax(const Tile<T>& x, Blocks blocks, uint32_t* amax) {
   }
 }
 
-LIGATURE_WIDE_SIMD void float_factors(const uint32_t* amax, int64_t n, float max, float epsilon,
-                                      bool power_of_2, float* factors, float* scales) {
+LIGATURE_SIMD void float_factors(const uint32_t* amax, int64_t n, float max, float epsilon,
+                                 bool power_of_2, float* factors, float* scales) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     factors[i] = factor_of(std::bit_cast<float>(amax[i]), max, epsilon, power_of_2);
@@ -171,8 +171,8 @@ LIGATURE_WIDE_SIMD void float_factors(const uint32_t* amax, int64_t n, float max
   }
 }
 
-LIGATURE_WIDE_SIMD void e8m0_factors(const uint32_t* amax, int64_t n, float max, float* factors,
-                                     uint8_t* scales) {
+LIGATURE_SIMD void e8m0_factors(const uint32_t* amax, int64_t n, float max, float* factors,
+                                uint8_t* scales) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     const int32_t code = encode_e8m0(std::bit_cast<float>(amax[i]) / max);
@@ -181,8 +181,8 @@ LIGATURE_WIDE_SIMD void e8m0_factors(const uint32_t* amax, int64_t n, float max,
   }
 }
 
-LIGATURE_WIDE_SIMD void e4m3_factors(const uint32_t* amax, int64_t n, float upper, float top,
-                                     float* factors, uint8_t* scales) {
+LIGATURE_SIMD void e4m3_factors(const uint32_t* amax, int64_t n, float upper, float top,
+                                float* factors, uint8_t* scales) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     const uint8_t code = encode_fp8<Element::E4M3>(std::bit_cast<float>(amax[i]) / top / upper);

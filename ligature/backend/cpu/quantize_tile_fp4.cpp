@@ -14,8 +14,8 @@ constexpr int64_t kBlock = 16;
 constexpr int64_t kRun = 512;
 
 // Random words, four to a counter.
-LIGATURE_WIDE_SIMD void philox_words(uint64_t seed, uint64_t first, uint32_t stream, int64_t n,
-                                     uint32_t* words) {
+LIGATURE_SIMD void philox_words(uint64_t seed, uint64_t first, uint32_t stream, int64_t n,
+                                uint32_t* words) {
   const uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
@@ -46,8 +46,8 @@ LIGATURE_INLINE void widen(const T* x, int64_t n, float* values) {
 
 // At most kRun values; `out` is one byte for two, of which a last one may be missing.
 template <typename T>
-LIGATURE_WIDE_SIMD void encode_random(const T* x, int64_t n, const float* factors,
-                                      const uint32_t* random, uint8_t* out) {
+LIGATURE_SIMD void encode_random(const T* x, int64_t n, const float* factors,
+                                 const uint32_t* random, uint8_t* out) {
   const int64_t pairs = (n + 1) / 2;
   float values[kRun + 1], each[kRun / 2];
   uint32_t both[kRun / 2];
@@ -70,8 +70,8 @@ LIGATURE_INLINE float sum_of_8(const float* e) {
 // At most kRun values. Each block's sum is a tree over 16 terms, of which those beyond n are 0; the
 // terms of even and of odd places are kept apart until the last step.
 template <typename T>
-LIGATURE_WIDE_SIMD void add_errors(const T* x, int64_t n, const uint8_t* packed,
-                                   const uint8_t* scales, float upper, bool square, float* errors) {
+LIGATURE_SIMD void add_errors(const T* x, int64_t n, const uint8_t* packed, const uint8_t* scales,
+                              float upper, bool square, float* errors) {
   const int64_t blocks = ceil_div(n, kBlock), pairs = blocks * kBlock / 2;
   float values[kRun], each[kRun / 2], even[kRun / 2], odd[kRun / 2], factors[kRun / kBlock];
   uint8_t codes[kRun / 2];
@@ -96,14 +96,14 @@ LIGATURE_WIDE_SIMD void add_errors(const T* x, int64_t n, const uint8_t* packed,
   }
 }
 
-LIGATURE_WIDE_SIMD void pack_row(const uint8_t* codes, int64_t n, uint8_t* packed) {
+LIGATURE_SIMD void pack_row(const uint8_t* codes, int64_t n, uint8_t* packed) {
   for (int64_t i = 0; i < n / 2; ++i) {
     packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
   }
   if (n % 2 != 0) packed[n / 2] = codes[n - 1];
 }
 
-LIGATURE_WIDE_SIMD void unpack_row(const uint8_t* packed, int64_t n, uint8_t* codes) {
+LIGATURE_SIMD void unpack_row(const uint8_t* packed, int64_t n, uint8_t* codes) {
   for (int64_t i = 0; i < n / 2; ++i) {
     codes[2 * i] = packed[i] & 0xf;
     codes[2 * i + 1] = packed[i] >> 4;

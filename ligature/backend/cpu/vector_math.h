@@ -14,7 +14,6 @@
 #else
 #define LIGATURE_SIMD
 #endif
-#define LIGATURE_WIDE_SIMD LIGATURE_SIMD
 #define LIGATURE_INLINE [[gnu::always_inline]] inline
 
 namespace ligature::cpu {

@@ -228,6 +228,15 @@ void decode(const Tensor& out, const QuantizedMatrix& q, const Format& format, b
                          out.mutable_data_ptr(), type_of(out));
 }
 
+/// all.narrow(0, i, 1), without the way through the dispatcher.
+Tensor entry_of(const Tensor& all, int64_t i) {
+  auto one = c10::make_intrusive<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(all.storage()), all.key_set(), all.dtype());
+  one->set_sizes_contiguous({1});
+  one->set_storage_offset(i);
+  return Tensor(std::move(one));
+}
+
 }  // namespace
 
 QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args) {
@@ -369,19 +378,6 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
   }
   return result;
 }
-
-namespace {
-
-/// all.narrow(0, i, 1), without the way through the dispatcher.
-Tensor entry_of(const Tensor& all, int64_t i) {
-  auto one = c10::make_intrusive<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(all.storage()), all.key_set(), all.dtype());
-  one->set_sizes_contiguous({1});
-  one->set_storage_offset(i);
-  return Tensor(std::move(one));
-}
-
-}  // namespace
 
 std::vector<Tensor> update_delayed(const std::vector<DelayedState>& states, int64_t margin,
                                    bool most_recent) {
