@@ -48,6 +48,7 @@ struct OpArgs {
   /// Its own quantizers; null when it computes in high precision.
   OpQuantization* quantization = nullptr;
   bool calibrating = false;  ///< compute in high precision, but note what quantizers would see
+  bool keep_weights = true;  ///< in low precision, for calls with the same weights
   std::optional<at::ScalarType> autocast_dtype;
 
   /// The format in which the next operation takes this one's output.

@@ -7,7 +7,7 @@
 # whole logs are in $OUT (build/gpu/logs).
 # JOBS: parallel compile jobs and test processes (all cores). CUDA_ARCHITECTURES: as 90a. BENCH_ARGS
 # go to bench.py (--rounds 2 --compile 40); TEST_FILTER is a gtest filter for test and sanitize; PYTEST_ARGS go to
-# pytest.
+# pytest. LIGATURE_TEST_DEVICES: "cuda" alone; "cpu cuda" tests what needs no GPU as well.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -16,6 +16,7 @@ cd "$(dirname "$0")/.."
 export CXX=${LIGATURE_CXX:-/usr/bin/g++}
 
 python=$(python3 -c 'import sys; print(sys.executable)')
+export LIGATURE_TEST_DEVICES="${LIGATURE_TEST_DEVICES:-cuda}"
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
 build=build/gpu
 logs=${OUT:-$build/logs}

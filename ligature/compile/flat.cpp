@@ -10,6 +10,7 @@
 
 #include "ligature/compile/delayed.h"
 #include "ligature/fuser/backward_run.h"
+#include "ligature/fuser/builtin_scope.h"
 #include "ligature/fuser/forward_run.h"
 #include "ligature/fuser/strict.h"
 #include "ligature/version.h"
@@ -52,6 +53,30 @@ GradPlan plan_traced_gradients(const TracedCall& traced, const Wiring& wiring, s
   for (size_t i = 0; i < traced.extra_inputs.size(); ++i) call.extra_inputs.push_back(stand_in());
   call.param_offsets = traced.param_offsets;
   return plan_gradients(call, wiring, num_ops);
+}
+
+bool is_delayed(const std::shared_ptr<Quantizer>& quantizer) {
+  return quantizer != nullptr && quantizer->delayed != nullptr;
+}
+
+/// As is_closed(). Inference keeps its weights in low precision; in training a graph's backward
+/// takes them over, so that keeping them would be a copy.
+bool has_no_state(const Plan& plan, const GradPlan& grads) {
+  for (const auto* steps : {&plan.forward, &plan.backward}) {
+    for (const PlanStep& step : *steps) {
+      if (!is_ours(*step.op)) return false;
+    }
+  }
+  if (plan.options.recipe == nullptr) return true;
+  for (const OpQuantizationPtr& own : plan.quantizations) {
+    if (own == nullptr) continue;
+    if (std::any_of(own->forward.begin(), own->forward.end(), is_delayed) ||
+        std::any_of(own->backward.begin(), own->backward.end(), is_delayed)) {
+      return false;
+    }
+  }
+  return std::any_of(grads.flags.begin(), grads.flags.end(),
+                     [](const GradFlags& flags) { return flags.op; });
 }
 
 /// What backward is given, put into the contexts.
@@ -120,6 +145,7 @@ FlatCall::FlatCall(const std::shared_ptr<OperationFuser>& fuser, TracedCall trac
   grads_ = plan_traced_gradients(traced_, fuser->wiring(), n);
   plan_ = fuser->plan_traced(traced_.input, traced_.autocast, grads_);
   delayed_ = forward_delayed(plan_->quantizations);
+  closed_ = has_no_state(*plan_, grads_);
   id_ = static_cast<int64_t>(std::hash<std::string>()(key()) & 0x3fffffffffffffffULL);
 }
 
@@ -202,6 +228,7 @@ std::shared_ptr<const Layout> FlatCall::run(const Arguments& arguments,
                                             std::shared_ptr<const Layout> known, bool dry) const {
   Call call = make_call(arguments);
   call.dry = dry;
+  call.keep_weights = !closed_;
   Outcome outcome;
   // An operation that overwrites an extra input is given a copy.
   outcome.overwritten.resize(call.extra_inputs.size());

@@ -34,6 +34,9 @@ class FlatCall {
   int64_t id() const { return id_; }
   const TracedCall& traced() const { return traced_; }
   const Plan& plan() const { return *plan_; }
+  /// Does all it does lie in its arguments and results? Then a compiler's CUDA graphs may hold it:
+  /// no recipe with state outside, no weights that are kept, no code that is not ours.
+  bool is_closed() const { return closed_; }
   /// The quantizers of delayed scaling that forward may meet, in a fixed order.
   const std::vector<DelayedScalePtr>& delayed() const { return delayed_; }
 
@@ -76,6 +79,7 @@ class FlatCall {
   std::shared_ptr<const Plan> plan_;
   GradPlan grads_;
   std::vector<DelayedScalePtr> delayed_;
+  bool closed_ = false;
   int64_t id_ = 0;
   std::mutex mutex_;
   AmaxReduction reduce_amax_;        // of the last forward, for backward

@@ -81,38 +81,42 @@ void update_delayed(at::TensorList scales, at::TensorList amaxes, at::TensorList
 }  // namespace
 
 TORCH_LIBRARY(ligature, m) {
-  // A compiler that captures CUDA graphs leaves these out: weights that are kept in low precision,
-  // and the end of a backward pass, where delayed scaling is updated, are not part of its graphs.
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded,
-                                     at::Tag::cudagraph_unsafe};
-  m.def(
-      "pipeline_forward(Tensor input, Tensor[] params, Tensor[] extra_inputs, Tensor[] scales, "
-      "int fuser, int call, int structure) -> Tensor[]",
-      tags);
-  m.def(
-      "pipeline_backward(Tensor?[] grads, Tensor[] kept, SymInt[] sizes, "
-      "int fuser, int call, int structure) -> Tensor[]",
-      tags);
-  const std::vector<at::Tag> compliant = {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
-  m.def("record_amax(Tensor(a!)[] amaxes, Tensor largest) -> ()", compliant);
+  const std::string forward =
+      "(Tensor input, Tensor[] params, Tensor[] extra_inputs, Tensor[] scales, int fuser, int call, "
+      "int structure) -> Tensor[]";
+  const std::string backward =
+      "(Tensor?[] grads, Tensor[] kept, SymInt[] sizes, int fuser, int call, int structure) -> "
+      "Tensor[]";
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
+  m.def(("pipeline_forward" + forward).c_str(), tags);
+  m.def(("pipeline_backward" + backward).c_str(), tags);
+  // The same for calls that are not closed (FlatCall): a compiler's CUDA graphs leave them out.
+  const std::vector<at::Tag> apart = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded,
+                                      at::Tag::cudagraph_unsafe};
+  m.def(("pipeline_forward_apart" + forward).c_str(), apart);
+  m.def(("pipeline_backward_apart" + backward).c_str(), apart);
+  const std::vector<at::Tag> writing = {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
+  m.def("record_amax(Tensor(a!)[] amaxes, Tensor largest) -> ()", writing);
   m.def(
       "update_delayed(Tensor(a!)[] scales, Tensor(b!)[] amaxes, Tensor(c!)[] histories, "
       "Tensor[] noted, int fuser, str recipe) -> ()",
-      compliant);
+      writing);
 }
 
-TORCH_LIBRARY_IMPL(ligature, CPU, m) {
+namespace {
+
+void implement(torch::Library& m) {
   m.impl("pipeline_forward", pipeline_forward);
   m.impl("pipeline_backward", pipeline_backward);
+  m.impl("pipeline_forward_apart", pipeline_forward);
+  m.impl("pipeline_backward_apart", pipeline_backward);
   m.impl("record_amax", record_amax);
   m.impl("update_delayed", update_delayed);
 }
 
-TORCH_LIBRARY_IMPL(ligature, CUDA, m) {
-  m.impl("pipeline_forward", pipeline_forward);
-  m.impl("pipeline_backward", pipeline_backward);
-  m.impl("record_amax", record_amax);
-  m.impl("update_delayed", update_delayed);
-}
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ligature, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(ligature, CUDA, m) { implement(m); }
 
 }  // namespace ligature::compile

@@ -23,6 +23,7 @@ struct Call {
   std::shared_ptr<void> keep_alive;  ///< what must live as long as backward may run
   TracePtr trace;                    ///< where to note what runs; null: nowhere
   bool dry = false;                  ///< tensors without memory: nothing may change its state
+  bool keep_weights = true;          ///< as in OpArgs
 };
 
 /// Which operations take part in backward, and in what.

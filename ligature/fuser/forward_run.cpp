@@ -30,6 +30,7 @@ ForwardRun::ForwardRun(const Plan& plan, const Call& call, const GradPlan& grads
     }
     args.quantization = plan.quantizations[i].get();
     args.calibrating = plan.options.calibrating;
+    args.keep_weights = call.keep_weights;
     contexts[i].quantization = plan.quantizations[i];
     args.autocast_dtype = call.autocast_dtype;
     contexts[i].requires_grad = grads.flags[i];

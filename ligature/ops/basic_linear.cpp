@@ -106,8 +106,9 @@ LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& ar
                       out.dtype);
   const Target target{quantization->forward_quantizer(1), {true, args.requires_grad.input}};
   if (target && !weight.is_quantized()) {
-    out.w = quantization->weight.get(args.params[0], *target.quantizer,
-                                     target.quantizer->usage_for(target.usage, input.device()));
+    const Usage usage = target.quantizer->usage_for(target.usage, input.device());
+    out.w = args.keep_weights ? quantization->weight.get(args.params[0], *target.quantizer, usage)
+                              : target.quantizer->quantize(args.params[0], usage);
   } else {
     // One that is kept in low precision was quantized before: its factor moves on all the same.
     DelayedSource* source = DelayedSource::current();

@@ -67,14 +67,17 @@ py::tuple source_tuples(const std::vector<compile::Source>& sources) {
 py::dict layout(int64_t fuser, int64_t call, const std::vector<int64_t>& sizes) {
   std::shared_ptr<const compile::Layout> found;
   std::vector<bool> differentiable;
+  bool closed = false;
   {
     py::gil_scoped_release no_gil;
     const auto flat = compile::find_call(fuser, call);
     found = flat->layout(sizes);
     differentiable = flat->differentiable();
+    closed = flat->is_closed();
   }
   py::dict out;
   out["structure"] = found->structure;
+  out["closed"] = closed;
   out["outputs"] = source_tuples(found->outputs);
   out["overwritten"] = source_tuples(found->overwritten);
   out["differentiable"] = differentiable;

@@ -13,7 +13,11 @@ import torch
 
 import ligature
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+#: LIGATURE_TEST_DEVICES names those to test on, as "cuda"; without it, all that are there.
+DEVICES = os.environ.get("LIGATURE_TEST_DEVICES", "").split() or [
+    "cpu",
+    *(["cuda"] if torch.cuda.is_available() else []),
+]
 
 
 @pytest.fixture(params=DEVICES, autouse=True)

@@ -345,6 +345,8 @@ def test_a_step_takes_memory_for_results_and_what_is_saved_alone(device, dtype):
     t, h, f = 64, 256, 512
     model = make_mlp(h, f, dtype=dtype)
     x = torch.randn(t, h, dtype=dtype, requires_grad=True)
+    if "linear_forward [cpu]" not in str(model.explain(x)):
+        pytest.skip("torch makes the products on this processor, with memory of its own")
     dy = torch.randn(t, h, dtype=dtype)
 
     def step() -> None:

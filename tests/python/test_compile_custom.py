@@ -4,7 +4,7 @@ torch.export, and torch's own checks of the functions that graphs call."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -201,25 +201,79 @@ def recording(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     return make_boxed_func(lambda *args: Recorder(gm).run(*args))
 
 
-def test_opcheck() -> None:
+def recorded(function: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, tuple[Any, ...]]:
+    """What the graphs of a function give to ours, forward and backward."""
+    torch._dynamo.reset()
+    Recorder.seen.clear()
+    y = torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=recording))(x)
+    if y.requires_grad:
+        y.sum().backward()
+    return dict(Recorder.seen)
+
+
+def opcheck(name: str, args: tuple[Any, ...]) -> None:
+    args = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), args)
+    torch.library.opcheck(getattr(torch.ops.ligature, name), args)
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), DelayedScaling()], ids=str)
+def test_opcheck(recipe: Any) -> None:
     """Every function that graphs call, with the arguments that a graph gives it."""
-    recipe = DelayedScaling(amax_history_len=4)
     model = mlp(32, 64)
 
     def function(x: Tensor) -> Tensor:
-        with te.autocast(recipe=recipe):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
             return model(x)
 
-    torch._dynamo.reset()
-    Recorder.seen.clear()
-    compiled = torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=recording))
-    compiled(torch.randn(8, 32, requires_grad=True)).sum().backward()
-    seen = dict(Recorder.seen)
-    number = int(model._groups[0].traced.number)
-    scales, amaxes, histories = model._groups[0].traced.delayed[recipe._key]
-    seen["record_amax"] = (amaxes, torch.rand(len(amaxes)))
-    noted = [torch.tensor([1.0] * (len(amaxes) - 1) + [-1.0])]
-    seen["update_delayed"] = (scales, amaxes, histories, noted, number, recipe._key)
-    for name in ("pipeline_forward", "pipeline_backward", "record_amax", "update_delayed"):
-        args = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), seen[name])
-        torch.library.opcheck(getattr(torch.ops.ligature, name), args)
+    seen = recorded(function, torch.randn(8, 32, requires_grad=True))
+    suffix = ""
+    if isinstance(recipe, DelayedScaling):
+        suffix = "_apart"
+        number = int(model._groups[0].traced.number)
+        scales, amaxes, histories = model._groups[0].traced.delayed[recipe._key]
+        opcheck("record_amax", (amaxes, torch.rand(len(amaxes))))
+        noted = [torch.tensor([1.0] * (len(amaxes) - 1) + [-1.0])]
+        opcheck("update_delayed", (scales, amaxes, histories, noted, number, recipe._key))
+    for name in ("pipeline_forward", "pipeline_backward"):
+        opcheck(name + suffix, seen[name + suffix])
+
+
+def test_what_cuda_graphs_of_a_compiler_may_hold() -> None:
+    """Calls without a state of their own; the others are functions that such graphs leave out."""
+    model, x = mlp(32, 64), torch.randn(8, 32, requires_grad=True)
+    own = te.ops.Sequential(Gain(32), *mlp(32, 64))
+    current = Float8CurrentScaling()
+
+    def names(run: Callable[[Tensor], Tensor], recipe: Any = None) -> set[str]:
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            return {name for name in recorded(run, x) if name.startswith("pipeline")}
+
+    free = {"pipeline_forward", "pipeline_backward"}
+    apart = {name + "_apart" for name in free}
+    assert names(model) == free
+    assert names(model, current) == free
+    assert names(model, DelayedScaling()) == apart
+    assert names(own) == apart
+    with torch.no_grad():
+        assert names(model) == {"pipeline_forward"}
+        assert names(model, current) == {"pipeline_forward_apart"}
+    tags = torch.Tag.cudagraph_unsafe
+    for name in free:
+        assert tags not in getattr(torch.ops.ligature, name).default.tags
+        assert tags in getattr(torch.ops.ligature, name + "_apart").default.tags
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=str)
+def test_a_training_graph_copies_no_weights(recipe: Any) -> None:
+    """Its backward takes over what forward quantized. Delayed scaling keeps that for itself."""
+    model, x = mlp(32, 64), torch.randn(8, 32, requires_grad=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        with te.autocast(recipe=recipe), torch.profiler.profile() as profiler:
+            y = compiled(x)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+    called = {event.key for event in profiler.key_averages()}
+    assert torch.isfinite(y).all()
+    assert ("aten::clone" in called) == isinstance(recipe, DelayedScaling)

@@ -151,7 +151,8 @@ def _forward(
     scales, amaxes = delayed
     sizes = tuple(hint(s) for t in (x, *extra_inputs) for s in t.shape)
     layout = call.layout(sizes)
-    results = ops.pipeline_forward(
+    run = ops.pipeline_forward if layout["closed"] else ops.pipeline_forward_apart
+    results = run(
         x, params, extra_inputs, scales, call.fuser, call.number, layout["structure"]
     )
     if amaxes:
@@ -168,6 +169,7 @@ class _Pipeline(torch.autograd.Function):
         ctx.call = call
         ctx.num_outputs = len(layout["outputs"])
         ctx.structure = layout["structure"]
+        ctx.closed = layout["closed"]
         ctx.sizes = [s for t in (x, *extra_inputs) for s in t.shape]
         ctx.save_for_backward(*_pick(layout["kept"], x, params, extra_inputs, results))
         ctx.set_materialize_grads(False)
@@ -187,7 +189,8 @@ class _Pipeline(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: _Call = ctx.call
         given = list(grads[: ctx.num_outputs])
-        results = ops.pipeline_backward(
+        run = ops.pipeline_backward if ctx.closed else ops.pipeline_backward_apart
+        results = run(
             given, list(ctx.saved_tensors), ctx.sizes, call.fuser, call.number, ctx.structure
         )
         there = _gradients(call, ctx.sizes, given)
@@ -312,7 +315,8 @@ def _update_shapes(
     return None
 
 
-torch.library.register_fake("ligature::pipeline_forward", _forward_shapes)
-torch.library.register_fake("ligature::pipeline_backward", _backward_shapes)
+for _suffix in ("", "_apart"):
+    torch.library.register_fake(f"ligature::pipeline_forward{_suffix}", _forward_shapes)
+    torch.library.register_fake(f"ligature::pipeline_backward{_suffix}", _backward_shapes)
 torch.library.register_fake("ligature::record_amax", _record_shapes)
 torch.library.register_fake("ligature::update_delayed", _update_shapes)
