@@ -82,7 +82,8 @@ void update_delayed(at::TensorList scales, at::TensorList amaxes, at::TensorList
 
 TORCH_LIBRARY(ligature, m) {
   const std::string forward =
-      "(Tensor input, Tensor[] params, Tensor[] extra_inputs, Tensor[] scales, int fuser, int call, "
+      "(Tensor input, Tensor[] params, Tensor[] extra_inputs, Tensor[] scales, int fuser, int "
+      "call, "
       "int structure) -> Tensor[]";
   const std::string backward =
       "(Tensor?[] grads, Tensor[] kept, SymInt[] sizes, int fuser, int call, int structure) -> "

@@ -12,6 +12,7 @@ import torch
 from compile_support import Pair, mlp, one_thread
 from functorch.compile import make_boxed_func
 from ligature.common.recipe import DelayedScaling, Float8CurrentScaling
+from ligature.ops.traced_group import CALLS
 from torch._dynamo.backends.common import aot_autograd
 
 import ligature as te
@@ -177,11 +178,15 @@ def test_export() -> None:
 
 def test_a_graph_outlives_its_model() -> None:
     model = mlp()
+    gc.collect()
+    before = set(CALLS)
     with torch.no_grad():
         program = torch.export.export(model, (torch.randn(6, H),))
     graph = program.module()
+    assert set(CALLS) > before
     del model
     gc.collect()
+    assert set(CALLS) <= before
     with pytest.raises(RuntimeError, match="must live as long as the graph"):
         graph(torch.randn(6, H))
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import _C
 from ..quantization.scope import RECIPES, SCOPE
 from .fuser import REGISTERED
-from .traced_group import Traced, without_memory
+from .traced_group import CALLS, Traced, without_memory
 from .traced_shapes import hint, result_shapes
 
 ops = torch.ops.ligature
@@ -96,10 +96,6 @@ class _Call:
         return out
 
 
-#: Calls that were traced in this process, for their shapes: no tensors.
-_CALLS: dict[tuple[int, int], _Call] = {}
-
-
 def _trace(static: Any, kwargs: Any, x: Any, params: Any, extra_inputs: Any) -> _Call:
     number, label, counts, training, (recipe, flags, own), _ = static
     tensors = [x, *params, *extra_inputs]
@@ -125,10 +121,11 @@ def _trace(static: Any, kwargs: Any, x: Any, params: Any, extra_inputs: Any) -> 
     }
     with _disable_current_modes():
         call = _C.trace_call(int(number), given)
-    key = (int(number), call)
-    if key not in _CALLS:
-        _CALLS[key] = _Call(
-            *key,
+    known = CALLS.setdefault(int(number), {})
+    if call not in known:
+        known[call] = _Call(
+            int(number),
+            call,
             label,
             x.device,
             [t.dtype for t in tensors],
@@ -137,7 +134,7 @@ def _trace(static: Any, kwargs: Any, x: Any, params: Any, extra_inputs: Any) -> 
             len(params),
             [x.dim(), *(e.dim() for e in extra_inputs)],
         )
-    return _CALLS[key]
+    return known[call]
 
 
 def _pick(sources: Any, x: Any, params: Any, extra_inputs: Any, results: Any) -> list[Any]:
@@ -152,9 +149,7 @@ def _forward(
     sizes = tuple(hint(s) for t in (x, *extra_inputs) for s in t.shape)
     layout = call.layout(sizes)
     run = ops.pipeline_forward if layout["closed"] else ops.pipeline_forward_apart
-    results = run(
-        x, params, extra_inputs, scales, call.fuser, call.number, layout["structure"]
-    )
+    results = run(x, params, extra_inputs, scales, call.fuser, call.number, layout["structure"])
     if amaxes:
         ops.record_amax(amaxes, results[-1])
     return layout, results
@@ -276,10 +271,19 @@ def _empty(call: _Call, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=call.device)
 
 
+def _known(fuser: int, call: int) -> _Call:
+    found = CALLS.get(fuser, {}).get(call)
+    if found is None:
+        raise RuntimeError(
+            "the operations of a graph are gone; they must live as long as the graph"
+        )
+    return found
+
+
 def _forward_shapes(
     input: Any, params: Any, extra_inputs: Any, scales: Any, fuser: int, call: int, structure: int
 ) -> list[torch.Tensor]:
-    known = _CALLS[fuser, call]
+    known = _known(fuser, call)
 
     def asked(sizes: tuple[int, ...]) -> Any:
         return known.layout(sizes)["results"]
@@ -294,7 +298,7 @@ def _forward_shapes(
 def _backward_shapes(
     grads: Any, kept: Any, sizes: Any, fuser: int, call: int, structure: int
 ) -> list[torch.Tensor]:
-    known = _CALLS[fuser, call]
+    known = _known(fuser, call)
     there = _gradients(known, sizes, grads)
     split = known.split(sizes)
     shapes = [split[0], *known.shapes[1 : 1 + known.num_params], *split[1:]]

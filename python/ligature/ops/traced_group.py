@@ -55,6 +55,7 @@ def traced(fuser: Any) -> Traced:
     label = ", ".join(part._op.name for part in parts)
     number = str(fuser._number)
     _GUESTS[int(number)] = [weakref.ref(p) for p in parts if isinstance(p._op, _C.GuestOperation)]
+    weakref.finalize(fuser, _forget, int(number)).atexit = False
     reason = _why_not(parts)
     outside = torch.compiler.disable(fuser.__call__, reason=reason) if reason else None
     return Traced(number, tuple(sources), label, outside)
@@ -62,6 +63,13 @@ def traced(fuser: Any) -> Traced:
 
 #: By fuser: the operations written in Python, which read their parameters for themselves.
 _GUESTS: dict[int, list[Any]] = {}
+#: By fuser and number: the calls that were traced in this process, for their shapes. No tensors.
+CALLS: dict[int, dict[int, Any]] = {}
+
+
+def _forget(fuser: int) -> None:
+    _GUESTS.pop(fuser, None)
+    CALLS.pop(fuser, None)
 
 
 def _guest_names(part: Any) -> tuple[str, ...]:
