@@ -220,6 +220,7 @@ std::shared_ptr<const Layout> FlatCall::run(const Arguments& arguments,
                        "an operation that takes one");
   outcome.output = y.tensor();
   outcome.extra_outputs = forward.extra_outputs();
+  outcome.extra_outputs.resize(plan_->basic_ops.size());
   if (known == nullptr) {
     return make_layout(*plan_, arguments, outcome, contexts, traced_.input.device, results);
   }
