@@ -125,14 +125,9 @@ std::vector<Availability> format_list() {
                                     {at::kBFloat16, "bfloat16"},
                                     {at::kFloat8_e4m3fn, "float8_e4m3fn"},
                                     {at::kFloat8_e5m2, "float8_e5m2"}}) {
-    ValueMeta meta;
-    meta.dtype = dtype;
-    try {
-      check_floating(name, meta);
-      list.push_back({name, true, ""});
-    } catch (const c10::Error&) {
-      list.push_back({name, false, "no input's dtype: low precision is what a recipe computes in"});
-    }
+    const bool taken = is_input_dtype(dtype);
+    const char* why = "no input's dtype: low precision is what a recipe computes in";
+    list.push_back({name, taken, taken ? "" : why});
   }
   return list;
 }

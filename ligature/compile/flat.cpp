@@ -10,7 +10,6 @@
 
 #include "ligature/compile/delayed.h"
 #include "ligature/fuser/backward_run.h"
-#include "ligature/fuser/builtin_scope.h"
 #include "ligature/fuser/forward_run.h"
 #include "ligature/fuser/strict.h"
 #include "ligature/version.h"
@@ -64,7 +63,7 @@ bool is_delayed(const std::shared_ptr<Quantizer>& quantizer) {
 bool has_no_state(const Plan& plan, const GradPlan& grads) {
   for (const auto* steps : {&plan.forward, &plan.backward}) {
     for (const PlanStep& step : *steps) {
-      if (!is_ours(*step.op)) return false;
+      if (!step.kind.ours) return false;
     }
   }
   if (plan.options.recipe == nullptr) return true;
@@ -247,6 +246,7 @@ std::shared_ptr<const Layout> FlatCall::run(const Arguments& arguments,
                        "an operation that takes one");
   outcome.output = y.tensor();
   outcome.extra_outputs = forward.extra_outputs();
+  outcome.extra_outputs.resize(plan_->basic_ops.size());
   if (known == nullptr) {
     return make_layout(*plan_, arguments, outcome, contexts, traced_.input.device, results);
   }

@@ -13,7 +13,7 @@ BackwardNeed BackwardNeed::of(const Plan& plan, const Contexts& contexts,
                               const std::vector<size_t>& param_offsets,
                               c10::function_ref<bool(size_t)> wanted_result) {
   const size_t n = contexts.size();
-  BackwardNeed need{n, std::vector<GradFlags>(n)};
+  BackwardNeed need{n, GradFlagList(n)};
   const size_t extra_edges = 1 + param_offsets.back();
   for (size_t op = n; op-- > 0;) {
     const GradFlags& wanted = contexts[op].requires_grad;
@@ -50,7 +50,7 @@ namespace {
 
 /// An operation of a host language is given zeros where there is no gradient.
 void fill_in_zeros(const PlanStep& step, const std::vector<std::vector<ValueMeta>>& extra_outputs,
-                   std::vector<std::vector<Tensor>>& grads) {
+                   c10::SmallVectorImpl<std::vector<Tensor>>& grads) {
   for (size_t op = step.first; op < step.first + step.count; ++op) {
     for (size_t j = 0; j < grads[op].size(); ++j) {
       if (grads[op][j].defined()) continue;
@@ -70,23 +70,20 @@ std::vector<Tensor> run_backward(const BackwardCall& call, const BackwardNeed& n
   const size_t n = contexts.size();
   const size_t extra_edges = 1 + param_offsets.back();
   std::vector<Tensor> result(extra_edges + plan.wiring->caller_inputs.size());
-  std::vector<std::vector<Tensor>> grad_extra_outputs(n);
-  for (size_t op = 0; op < n; ++op) {
+  c10::SmallVector<std::vector<Tensor>, 6> grad_extra_outputs(n);
+  for (size_t op = 0; plan.has_extras && op < n; ++op) {
     grad_extra_outputs[op].resize(plan.wiring->outputs[op].size());
     for (size_t j = 0; j < plan.wiring->outputs[op].size(); ++j) {
       const size_t caller = plan.wiring->outputs[op][j].caller;
       if (caller != Wiring::kNone) grad_extra_outputs[op][j] = std::move(caller_grads[caller]);
     }
   }
-  const std::vector<GradFlags> flags_of_forward = [&] {
-    std::vector<GradFlags> flags;
-    for (const auto& ctx : contexts) flags.push_back(ctx.requires_grad);
-    return flags;
-  }();
+  GradFlagList flags_of_forward;
+  for (const auto& ctx : contexts) flags_of_forward.push_back(ctx.requires_grad);
   // The contexts serve every backward of this graph: what this one narrows is put back.
   struct Restore {
     Contexts& contexts;
-    const std::vector<GradFlags>& flags;
+    const GradFlagList& flags;
     ~Restore() {
       for (size_t op = 0; op < contexts.size(); ++op) {
         contexts[op].requires_grad = flags[op];
@@ -108,16 +105,16 @@ std::vector<Tensor> run_backward(const BackwardCall& call, const BackwardNeed& n
       call.saved.unpack(op);
       ctxs.push_back(&contexts[op]);
     }
-    if (step.op->is_guest()) fill_in_zeros(step, call.extra_outputs, grad_extra_outputs);
+    if (step.kind.guest) fill_in_zeros(step, call.extra_outputs, grad_extra_outputs);
     hold(dy);
     for (size_t op = step.first; op < end; ++op) {
       for (const Tensor& grad : grad_extra_outputs[op]) cuda::hold_memory(grad);
     }
-    contexts.owner = step.op->takes_saved() && !step.op->is_guest() ? call.owner : nullptr;
+    contexts.owner = step.op->takes_saved() && !step.kind.guest ? call.owner : nullptr;
     std::optional<kernels::KernelLog> log;
     if (call.trace != nullptr) log.emplace(call.trace->device);
     FuserBackwardResult step_result = [&] {
-      StepScope scope(*step.op);
+      StepScope scope(step.kind);
       return step.op->fuser_backward(
           ctxs, dy,
           at::ArrayRef<std::vector<Tensor>>(grad_extra_outputs).slice(step.first, step.count));
@@ -140,7 +137,7 @@ std::vector<Tensor> run_backward(const BackwardCall& call, const BackwardNeed& n
       const size_t op = step.first + k;
       const size_t num_params = param_offsets[op + 1] - param_offsets[op];
       auto& grad_params = step_result.grad_params[k];
-      const bool may_omit = !step.op->is_guest();
+      const bool may_omit = !step.kind.guest;
       LIGATURE_CHECK_STATE(grad_params.size() == num_params || (may_omit && grad_params.empty()),
                            "[", plan.basic_ops[op]->label(), "] its backward must return ",
                            num_params, " parameter gradients, got ", grad_params.size());

@@ -14,7 +14,7 @@ namespace ligature {
 /// Which gradients one backward run has to give.
 struct BackwardNeed {
   size_t lowest_op = 0;  ///< nothing before it is asked for
-  std::vector<GradFlags> flags;
+  GradFlagList flags;
 
   /// What forward foresaw, narrowed to the results that are `wanted` now. Results are numbered: the
   /// input, then the parameters, then the caller's extra inputs.

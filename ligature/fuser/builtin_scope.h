@@ -1,6 +1,6 @@
 // The dispatch state of a step. A built-in operation runs below autograd and autocast: it is itself
 // the derivative and has chosen its dtype. A guest runs with the caller's state, without gradients.
-// What is not ours finds everything before it launched.
+// What is not ours finds everything before it launched, and has buffers of its own.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -13,6 +13,7 @@
 #include <typeinfo>
 
 #include "ligature/backend/cuda/launch_scope.h"
+#include "ligature/backend/small_buffers.h"
 #include "ligature/operation.h"
 
 namespace ligature {
@@ -26,10 +27,16 @@ inline std::optional<at::ScalarType> autocast_dtype(const at::Device& device) {
   return at::autocast::get_autocast_dtype(type);
 }
 
-/// Are all its kernels Ligature's own or ATen's? A type of the user's may launch others.
-inline bool is_ours(const FusibleOperation& op) {
-  return !op.is_guest() && std::string_view(typeid(op).name()).starts_with("N8ligature");
-}
+/// What a step depends on besides its operation, looked up once.
+struct StepKind {
+  bool guest = false;
+  bool ours = false;  ///< all its kernels are Ligature's own or ATen's; a user's may launch others
+
+  StepKind() = default;
+  explicit StepKind(const FusibleOperation& op)
+      : guest(op.is_guest()),
+        ours(!guest && std::string_view(typeid(op).name()).starts_with("N8ligature")) {}
+};
 
 /// A step's held launches may be all that still use a value by the time they go out.
 inline void hold(const Value& value) {
@@ -43,15 +50,20 @@ inline void hold(const Value& value) {
 
 class StepScope {
  public:
-  explicit StepScope(const FusibleOperation& op) {
-    if (!is_ours(op)) launched_.emplace();
-    if (op.is_guest()) return;
+  explicit StepScope(const FusibleOperation& op) : StepScope(StepKind(op)) {}
+  explicit StepScope(const StepKind& kind) {
+    if (!kind.ours) {
+      launched_.emplace();
+      own_.emplace();
+    }
+    if (kind.guest) return;
     below_autograd_.emplace();
     no_autocast_.emplace(c10::autocast_dispatch_keyset);
   }
 
  private:
   std::optional<cuda::LaunchPause> launched_;
+  std::optional<OwnBuffers> own_;
   std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd_;
   std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast_;
 };

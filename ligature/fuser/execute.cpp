@@ -57,7 +57,7 @@ namespace {
 /// another output becomes a view that autograd does not let be edited; a view of an intermediate
 /// stops being one.
 Tensor own_output(size_t k, const std::vector<Tensor>& outputs,
-                  const std::vector<const Tensor*>& inputs) {
+                  at::ArrayRef<const Tensor*> inputs) {
   using torch::autograd::CreationMeta;
   const Tensor& y = outputs[k];
   bool of_output = false;
@@ -90,6 +90,7 @@ struct Overwritten {
 
 std::vector<Overwritten> overwritten_inputs(const Plan& plan, const Call& call) {
   std::vector<Overwritten> out;
+  if (call.extra_inputs.empty()) return out;
   for (size_t i = 0; i < plan.basic_ops.size(); ++i) {
     for (size_t j = 0; j < plan.wiring->inputs[i].size(); ++j) {
       if (!plan.basic_ops[i]->writes_extra_input(j)) continue;
@@ -146,8 +147,8 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
   const size_t n = plan->basic_ops.size();
   const bool requires_grad = grads.first_backward_op < n;
   auto contexts = std::make_shared<Contexts>(n);
-  std::vector<Tensor> outputs;
-  std::vector<size_t> producers;  // of the extra outputs
+  std::vector<Tensor> outputs(1 + plan->wiring->caller_outputs.size());
+  c10::SmallVector<size_t, 2> producers;  // of the extra outputs
 
   const std::vector<Overwritten> overwritten = overwritten_inputs(*plan, call);
   const auto find_overwritten = [&](const Tensor& y) {
@@ -155,7 +156,7 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
                         [&](const Overwritten& item) { return item.tensor.is_same(y); });
   };
   // The arguments' histories are those from before an operation writes into one of them.
-  std::vector<const Tensor*> inputs;
+  c10::SmallVector<const Tensor*, 8> inputs;
   torch::autograd::edge_list edges;
   if (requires_grad) {
     for (const Overwritten& item : overwritten) torch::autograd::check_inplace(item.tensor, true);
@@ -170,12 +171,12 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
   at::NoGradGuard no_grad;
   ForwardRun run(*plan, call, grads, *contexts);
   {
+    const SmallBufferRun buffers(plan->forward_bytes);
     const Value y = run.run();
-    outputs.push_back(y.is_quantized() ? wrap_quantized(y.quantized()) : y.tensor());
+    outputs[0] = y.is_quantized() ? wrap_quantized(y.quantized()) : y.tensor();
   }
-  outputs.resize(1 + plan->wiring->caller_outputs.size());
   producers.resize(outputs.size());
-  for (size_t i = 0; i < n; ++i) {
+  for (size_t i = 0; outputs.size() > 1 && i < n; ++i) {
     for (size_t j = 0; j < plan->wiring->outputs[i].size(); ++j) {
       const size_t caller = plan->wiring->outputs[i][j].caller;
       if (caller == Wiring::kNone) continue;
@@ -191,27 +192,23 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
     return outputs;
   }
 
-  auto node = make_node<FuserNode>(plan, contexts, call.param_offsets, std::move(call.autocast),
-                                   std::move(call.keep_alive), call.trace);
+  auto node = make_node<FuserNode>(plan, std::move(contexts), std::move(call.param_offsets),
+                                   std::move(call.autocast), std::move(call.keep_alive),
+                                   std::move(call.trace));
   node->set_next_edges(std::move(edges));
 
-  std::vector<Tensor> wrapped;
-  wrapped.reserve(outputs.size());
+  std::vector<Tensor> wrapped = outputs;
   for (size_t k = 0; k < outputs.size(); ++k) {
     const bool differentiable = (k == 0 || producers[k] >= grads.first_backward_op) &&
                                 torch::autograd::isDifferentiableType(outputs[k].scalar_type());
-    if (!differentiable) {
-      wrapped.push_back(outputs[k]);
-      continue;
-    }
+    if (!differentiable) continue;
     node->add_output(k == 0 ? FuserNode::kMainOutput : k - 1);
     const auto written = find_overwritten(outputs[k]);
     if (written != overwritten.end()) {
-      wrapped.push_back(outputs[k]);
       rebase_overwritten(*written, {node, node->add_input_metadata(outputs[k])});
     } else {
-      wrapped.push_back(own_output(k, outputs, inputs));
-      torch::autograd::set_history(wrapped.back(), node);
+      wrapped[k] = own_output(k, outputs, inputs);
+      torch::autograd::set_history(wrapped[k], node);
     }
   }
   for (const Overwritten& item : overwritten) {

@@ -17,19 +17,21 @@ struct Call {
   std::vector<size_t> param_offsets;  ///< where each operation's begin; one more than operations
   std::vector<Tensor> extra_inputs;   ///< the caller's
   std::vector<OpKwargs> kwargs;       ///< one per basic operation, or none at all
-  std::vector<bool> training;         ///< one per basic operation
+  std::vector<bool> training;         ///< one per basic operation; empty: all of them are
   std::optional<at::ScalarType> autocast_dtype;
   AutocastState autocast;            ///< the low-precision context; disabled by default
   std::shared_ptr<void> keep_alive;  ///< what must live as long as backward may run
   TracePtr trace;                    ///< where to note what runs; null: nowhere
   bool dry = false;                  ///< tensors without memory: nothing may change its state
   bool keep_weights = true;          ///< as in OpArgs
+
+  bool is_training(size_t op) const { return training.empty() || training[op]; }
 };
 
 /// Which operations take part in backward, and in what.
 struct GradPlan {
   size_t first_backward_op = 0;
-  std::vector<GradFlags> flags;
+  GradFlagList flags;
 };
 
 GradPlan plan_gradients(const Call& call, const Wiring& wiring, size_t num_ops);

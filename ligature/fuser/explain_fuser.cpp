@@ -179,7 +179,7 @@ ExplainedCall OperationFuser::explain_call(Call&& given, const std::optional<Sit
     situation.why_high_precision = enter_context(call, situation.input.meta.device);
     PlanKey key = key_for(call, grads);
     key.device = situation.input.meta.device;
-    plan = plan_for(key, call.autocast.active(), false);
+    plan = plan_for(key, false);
   }
 
   ExplainedCall out;
@@ -220,7 +220,7 @@ ExplainedCall OperationFuser::explain_call(Call&& given, const std::optional<Sit
           {j < names.size() ? names[j] : "parameter " + std::to_string(j),
            TracedValue::of(ValueMeta::of(parameters[k])), parameters[k].requires_grad()});
     }
-    out.part.training = out.part.training && call.training[i];
+    out.part.training = out.part.training && call.is_training(i);
   }
   return out;
 }

@@ -6,32 +6,37 @@ namespace ligature {
 
 ForwardRun::ForwardRun(const Plan& plan, const Call& call, const GradPlan& grads,
                        Contexts& contexts)
-    : plan_(plan), call_(call), contexts_(contexts), extra_outputs_(plan.basic_ops.size()) {
+    : plan_(plan), call_(call), contexts_(contexts) {
   if (call.trace != nullptr) tracer_.emplace(plan, call);
   const size_t n = plan.basic_ops.size();
   args_.resize(n);
-  extra_inputs_.resize(n);
+  if (plan.has_extras) {
+    extra_inputs_.resize(n);
+    extra_outputs_.resize(n);
+  }
   for (size_t i = 0; i < n; ++i) {
     OpArgs& args = args_[i];
     args.params =
         at::ArrayRef<Tensor>(call.params)
             .slice(call.param_offsets[i], call.param_offsets[i + 1] - call.param_offsets[i]);
     args.requires_grad = grads.flags[i];
-    args.training = call.training[i];
+    args.training = call.is_training(i);
     if (!call.kwargs.empty()) args.kwargs = &call.kwargs[i];
-    if (i > 0) {
+    if (i > 0 && plan.grad_output_quantizers[i - 1] != nullptr) {
       args.prev_op_grad_output_quantizer = plan.grad_output_quantizers[i - 1].get();
       contexts[i].grad_input_quantizer = plan.grad_output_quantizers[i - 1];
       contexts[i].grad_input_usage = plan.basic_ops[i - 1]->grad_output_usage(grads.flags[i - 1]);
     }
-    if (i + 1 < n) {
+    if (i + 1 < n && plan.input_quantizers[i + 1] != nullptr) {
       args.next_op_input_quantizer = plan.input_quantizers[i + 1].get();
       args.next_op_input_usage = plan.basic_ops[i + 1]->input_usage(grads.flags[i + 1]);
     }
-    args.quantization = plan.quantizations[i].get();
+    if (plan.quantizations[i] != nullptr) {
+      args.quantization = plan.quantizations[i].get();
+      contexts[i].quantization = plan.quantizations[i];
+    }
     args.calibrating = plan.options.calibrating;
     args.keep_weights = call.keep_weights;
-    contexts[i].quantization = plan.quantizations[i];
     args.autocast_dtype = call.autocast_dtype;
     contexts[i].requires_grad = grads.flags[i];
   }
@@ -65,34 +70,39 @@ void ForwardRun::check_kwargs() const {
 
 /// Checks the operations from `first` on, as far as shapes can be told without computing.
 void ForwardRun::check_from(size_t first, const Value& input) {
-  ValueMeta meta = ValueMeta::of(input);
-  std::vector<at::SmallVector<ValueMeta, 1>> produced(plan_.basic_ops.size());
-  at::SmallVector<std::optional<ValueMeta>, 2> extras;
+  InferArgs args{ValueMeta::of(input), {}, {}, true, call_.autocast_dtype};
+  std::vector<at::SmallVector<ValueMeta, 1>> produced;
+  std::vector<std::optional<ValueMeta>> extras;
+  if (plan_.has_extras) produced.resize(plan_.basic_ops.size());
   for (size_t i = first; i < plan_.basic_ops.size(); ++i) {
-    extras.clear();
-    for (const Wiring::Input& slot : plan_.wiring->inputs[i]) {
-      if (slot.caller != Wiring::kNone) {
-        extras.emplace_back(ValueMeta::of(call_.extra_inputs[slot.caller]));
-      } else if (slot.output < produced[slot.producer].size()) {
-        extras.emplace_back(produced[slot.producer][slot.output]);
-      } else if (slot.output < extra_outputs_[slot.producer].size()) {
-        extras.emplace_back(ValueMeta::of(extra_outputs_[slot.producer][slot.output]));
-      } else {
-        extras.emplace_back();
+    if (plan_.has_extras) {
+      extras.clear();
+      for (const Wiring::Input& slot : plan_.wiring->inputs[i]) {
+        extras.push_back(known_meta(slot, produced));
       }
+      args.extra_inputs = extras;
     }
-    InferArgs args{meta, args_[i].params, extras, args_[i].training, args_[i].autocast_dtype};
+    args.params = args_[i].params;
+    args.training = args_[i].training;
     auto inferred = plan_.basic_ops[i]->infer(args);
     checked_ = i + 1;
     if (!inferred) return;
-    meta = std::move(inferred->output);
-    produced[i] = std::move(inferred->extra_outputs);
+    args.input = std::move(inferred->output);
+    if (plan_.has_extras) produced[i] = std::move(inferred->extra_outputs);
   }
 }
 
-Value ForwardRun::run_step(size_t index, const Value& x) {
-  const PlanStep& step = plan_.forward[index];
-  c10::SmallVector<OperationContext*, 8> ctxs;
+std::optional<ValueMeta> ForwardRun::known_meta(
+    const Wiring::Input& slot, const std::vector<at::SmallVector<ValueMeta, 1>>& produced) const {
+  if (slot.caller != Wiring::kNone) return ValueMeta::of(call_.extra_inputs[slot.caller]);
+  if (slot.output < produced[slot.producer].size()) return produced[slot.producer][slot.output];
+  if (slot.output < extra_outputs_[slot.producer].size()) {
+    return ValueMeta::of(extra_outputs_[slot.producer][slot.output]);
+  }
+  return std::nullopt;
+}
+
+void ForwardRun::take_extra_inputs(const PlanStep& step) {
   for (size_t i = step.first; i < step.first + step.count; ++i) {
     for (const Wiring::Input& slot : plan_.wiring->inputs[i]) {
       if (slot.caller != Wiring::kNone) {
@@ -104,12 +114,18 @@ Value ForwardRun::run_step(size_t index, const Value& x) {
       }
     }
     args_[i].extra_inputs = extra_inputs_[i];
-    ctxs.push_back(&contexts_[i]);
   }
+}
+
+Value ForwardRun::run_step(size_t index, const Value& x) {
+  const PlanStep& step = plan_.forward[index];
+  c10::SmallVector<OperationContext*, 8> ctxs;
+  if (plan_.has_extras) take_extra_inputs(step);
+  for (size_t i = step.first; i < step.first + step.count; ++i) ctxs.push_back(&contexts_[i]);
   hold(x);
   if (tracer_) tracer_->begin();
   FuserForwardResult result = [&] {
-    StepScope scope(*step.op);
+    StepScope scope(step.kind);
     return step.op->fuser_forward(ctxs, x,
                                   at::ArrayRef<OpArgs>(args_).slice(step.first, step.count));
   }();
@@ -118,7 +134,7 @@ Value ForwardRun::run_step(size_t index, const Value& x) {
                        "] its forward returned no output");
   for (size_t k = 0; k < step.count; ++k) {
     const size_t i = step.first + k;
-    const size_t wanted = plan_.basic_ops[i]->num_extra_outputs();
+    const size_t wanted = plan_.wiring->outputs[i].size();
     const size_t got = k < result.extra_outputs.size() ? result.extra_outputs[k].size() : 0;
     LIGATURE_CHECK_STATE(got == wanted, "[", plan_.basic_ops[i]->label(), "] must give ", wanted,
                          " extra outputs, got ", got);

@@ -15,22 +15,26 @@ class ForwardRun {
 
   Value run();
 
+  /// By operation; nothing at all for a plan without extra inputs and outputs.
   const std::vector<std::vector<Tensor>>& extra_outputs() const { return extra_outputs_; }
   /// Of every plain tensor in the contexts, when it was saved, in order.
-  const std::vector<uint32_t>& versions() const { return versions_; }
+  at::ArrayRef<uint32_t> versions() const { return versions_; }
 
  private:
   void check_kwargs() const;
   void check_from(size_t first, const Value& input);
+  std::optional<ValueMeta> known_meta(
+      const Wiring::Input& slot, const std::vector<at::SmallVector<ValueMeta, 1>>& produced) const;
+  void take_extra_inputs(const PlanStep& step);
   Value run_step(size_t index, const Value& x);
 
   const Plan& plan_;
   const Call& call_;
   Contexts& contexts_;
-  std::vector<OpArgs> args_;
+  c10::SmallVector<OpArgs, 4> args_;
   std::vector<std::vector<Tensor>> extra_inputs_;
   std::vector<std::vector<Tensor>> extra_outputs_;
-  std::vector<uint32_t> versions_;
+  c10::SmallVector<uint32_t, 8> versions_;
   std::optional<ForwardTracer> tracer_;
   size_t checked_ = 0;
 };

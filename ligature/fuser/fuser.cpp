@@ -52,14 +52,23 @@ void OperationFuser::check_call(const Call& call) const {
   LIGATURE_CHECK_STATE(!forward_mode, "forward-mode differentiation of a fuser is not supported");
 }
 
-std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key, const RecipePtr& recipe,
-                                                     bool to_run) {
+// Recipes with the same fields are the same to a plan.
+bool OperationFuser::PlanKey::operator==(const PlanKey& other) const {
+  const bool same_recipe =
+      recipe == other.recipe ||
+      (recipe != nullptr && other.recipe != nullptr && recipe->key() == other.recipe->key());
+  return same_recipe && registry == other.registry &&
+         first_backward_op == other.first_backward_op && dtype == other.dtype &&
+         device == other.device && calibrating == other.calibrating;
+}
+
+std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key, bool to_run) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto is_wanted = [&](const KeptPlan& kept) { return kept.key == key; };
   auto found = std::find_if(plans_.begin(), plans_.end(), is_wanted);
   if (found == plans_.end()) {
     PlanOptions options;
-    options.recipe = recipe;
+    options.recipe = key.recipe;
     options.calibrating = key.calibrating;
     options.dtype = key.dtype;
     options.device = key.device;
@@ -79,7 +88,9 @@ std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key, const R
       last_plan_ = found->plan;
       // Its operations know again which recipe they used last, and where.
       for (const auto& op : basic_ops_) {
-        if (const auto state = op->quantization(recipe, key.device)) state->move_to(key.device);
+        if (const auto state = op->quantization(key.recipe, key.device)) {
+          state->move_to(key.device);
+        }
       }
     }
   }
@@ -112,7 +123,7 @@ OperationFuser::PlanKey OperationFuser::key_for(at::ScalarType dtype, at::Device
   key.dtype = dtype;
   key.device = device;
   if (const RecipePtr& recipe = autocast.active()) {
-    key.recipe = recipe->key();
+    key.recipe = recipe;
     key.calibrating = !autocast.enabled;
   }
   return key;
@@ -121,11 +132,13 @@ OperationFuser::PlanKey OperationFuser::key_for(at::ScalarType dtype, at::Device
 std::shared_ptr<const Plan> OperationFuser::plan_traced(const ValueMeta& input,
                                                         const AutocastState& autocast,
                                                         const GradPlan& grads) {
-  return plan_for(key_for(input.dtype, input.device, autocast, grads), autocast.active(), true);
+  return plan_for(key_for(input.dtype, input.device, autocast, grads), true);
 }
 
 std::string OperationFuser::enter_context(Call& call, at::Device device) const {
-  call.autocast = autocast_state();
+  const AutocastState& state = autocast_state();
+  if (state.recipe == nullptr && state.session == nullptr) return {};
+  call.autocast = state;
   std::string why = why_high_precision(call, basic_ops_, device);
   if (!why.empty()) call.autocast.enabled = call.autocast.calibrating = false;
   return why;
@@ -162,8 +175,7 @@ std::vector<Tensor> OperationFuser::run(Call&& call) {
   check_call(call);
   const std::string why_high_precision = enter_context(call, call.input.device());
   const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
-  const std::shared_ptr<const Plan> plan =
-      plan_for(key_for(call, grads), call.autocast.active(), true);
+  const std::shared_ptr<const Plan> plan = plan_for(key_for(call, grads), true);
   if (StrictScope::active()) StrictScope::check(*plan);
   call.autocast_dtype = autocast_dtype(call.input.device());
   if (plan->has_guests) {

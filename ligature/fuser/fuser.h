@@ -103,9 +103,9 @@ class OperationFuser {
     size_t first_backward_op = 0;
     at::ScalarType dtype = at::kFloat;
     at::Device device = at::kCPU;
-    std::string recipe;  // its key; empty in high precision
+    RecipePtr recipe;  // null in high precision
     bool calibrating = false;
-    bool operator==(const PlanKey&) const = default;
+    bool operator==(const PlanKey& other) const;
   };
   struct KeptPlan {
     PlanKey key;
@@ -119,7 +119,7 @@ class OperationFuser {
     return key_for(call.input.dtype(), call.input.device(), call.autocast, grads);
   }
   /// `to_run`: it must hold what is strictly wanted, and becomes the last plan.
-  std::shared_ptr<const Plan> plan_for(const PlanKey& key, const RecipePtr& recipe, bool to_run);
+  std::shared_ptr<const Plan> plan_for(const PlanKey& key, bool to_run);
   void check_call(const Call& call) const;
   /// The context of this thread, and why it is not followed: empty when it is.
   std::string enter_context(Call& call, at::Device device) const;

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/fuser/node_ptr.h"
@@ -20,36 +21,34 @@ using torch::autograd::variable_list;
 size_t FuserNode::save_tensor(const Tensor& tensor, const std::vector<Tensor>& outputs, size_t op) {
   const at::TensorImpl* identity = tensor.unsafeGetTensorImpl();
   for (size_t k = 0; k < saved_.size(); ++k) {
-    if (saved_identity_[k] == identity) {
-      last_user_[k] = std::min(last_user_[k], op);
+    if (saved_[k].tensor == identity) {
+      saved_[k].last_user = std::min(saved_[k].last_user, op);
       return k;
     }
   }
   const bool is_output = std::any_of(outputs.begin(), outputs.end(),
                                      [&](const Tensor& y) { return y.is_same(tensor); });
-  saved_.emplace_back(tensor, is_output);
-  saved_identity_.push_back(identity);
-  last_user_.push_back(op);
+  saved_.emplace_back(tensor, is_output, op, identity);
   return saved_.size() - 1;
 }
 
-void FuserNode::save(const std::vector<Tensor>& outputs, const std::vector<uint32_t>& versions) {
-  slots_.resize(contexts_->size());
+void FuserNode::save(const std::vector<Tensor>& outputs, at::ArrayRef<uint32_t> versions) {
+  size_t count = 0;
+  for (const OperationContext& ctx : *contexts_) count += ctx.num_saved();
+  saved_.reserve(count);
+  slots_.reserve(count);
+  slot_ends_.reserve(contexts_->size());
   size_t version = 0;
   for (size_t op = 0; op < contexts_->size(); ++op) {
     OperationContext& ctx = (*contexts_)[op];
     for (const Value& value : ctx.saved()) {
-      Slot slot;
+      Slot& slot = slots_.emplace_back();
       if (value.is_quantized()) {
         slot.shell = value.quantized()->shell();
         const std::vector<Tensor> tensors = value.quantized()->tensors();
         slot.first = saved_.size();
         slot.count = tensors.size();
-        for (const Tensor& tensor : tensors) {
-          saved_.emplace_back(tensor, false);
-          saved_identity_.push_back(nullptr);
-          last_user_.push_back(op);
-        }
+        for (const Tensor& tensor : tensors) saved_.emplace_back(tensor, false, op, nullptr);
       } else if (value.defined()) {
         const Tensor& tensor = value.tensor();
         const uint32_t saved_version = versions[version++];
@@ -63,25 +62,23 @@ void FuserNode::save(const std::vector<Tensor>& outputs, const std::vector<uint3
         slot.first = save_tensor(tensor, outputs, op);
         slot.count = 1;
       }
-      slots_[op].push_back(std::move(slot));
     }
+    slot_ends_.push_back(static_cast<uint32_t>(slots_.size()));
     ctx.save_for_backward({});
   }
   note_internal();
-  saved_identity_.clear();
 }
 
 // Whatever the caller can see, or what travels on a channel, is held by somebody else as long as
 // the call is under way; memory from outside of torch cannot be resized. A tensor that hooks packed
 // is the hooks' business.
 void FuserNode::note_internal() {
-  internal_.resize(saved_.size());
-  for (size_t k = 0; k < saved_.size(); ++k) {
-    const at::TensorImpl* tensor = saved_identity_[k];
-    if (tensor == nullptr || saved_[k].has_hooks() || !tensor->has_storage()) continue;
+  for (Saved& saved : saved_) {
+    const at::TensorImpl* tensor = std::exchange(saved.tensor, nullptr);
+    if (tensor == nullptr || saved.variable.has_hooks() || !tensor->has_storage()) continue;
     const at::Storage& storage = tensor->unsafe_storage();
-    internal_[k] = c10::raw::intrusive_ptr::use_count(const_cast<at::TensorImpl*>(tensor)) == 1 &&
-                   storage.use_count() == 1 && storage.resizable();
+    saved.internal = c10::raw::intrusive_ptr::use_count(const_cast<at::TensorImpl*>(tensor)) == 1 &&
+                     storage.use_count() == 1 && storage.resizable();
   }
 }
 
@@ -94,56 +91,61 @@ void FuserNode::remember_extra_outputs(const std::vector<std::vector<Tensor>>& e
 
 void FuserNode::release_variables() {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (auto& variable : saved_) variable.reset_data();
+  for (Saved& saved : saved_) saved.variable.reset_data();
 }
 
 bool FuserNode::let_go(const OperationContext& ctx, size_t i, bool& internal) {
   const size_t op = &ctx - contexts_->all.data();
-  const Slot& slot = slots_[op][i];
+  const Slot& slot = slots(op)[i];
   if (keep_graph_ || slot.first == Wiring::kNone) return false;
-  internal = slot.shell == nullptr && internal_[slot.first];
+  internal = slot.shell == nullptr && saved_[slot.first].internal;
   for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
-    if (last_user_[k] < op) return false;
+    if (saved_[k].last_user < op) return false;
   }
   for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
-    cuda::hold_memory(unpacked_[k]);
-    unpacked_[k].reset();
-    saved_[k].reset_data();
+    cuda::hold_memory(saved_[k].unpacked);
+    saved_[k].unpacked.reset();
+    saved_[k].variable.reset_data();
   }
   return true;
 }
 
 void FuserNode::unpack(size_t op) {
+  const at::ArrayRef<Slot> wanted = slots(op);
+  if (wanted.empty()) return;
   std::vector<Value> values;
-  values.reserve(slots_[op].size());
+  values.reserve(wanted.size());
   // A checkpoint runs its forward again when the first tensor is asked for.
   std::optional<RecomputeScope> recompute;
-  if (autocast_.session != nullptr && !slots_[op].empty()) recompute.emplace(autocast_);
-  for (const Slot& slot : slots_[op]) {
+  if (autocast_.session != nullptr) recompute.emplace(autocast_);
+  for (const Slot& slot : wanted) {
     for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
-      if (unpacked_[k].defined()) continue;
+      Saved& saved = saved_[k];
+      if (saved.unpacked.defined()) continue;
       std::optional<cuda::LaunchPause> launched;
-      if (saved_[k].has_hooks()) launched.emplace();
-      unpacked_[k] = saved_[k].unpack(getptr());
+      if (saved.variable.has_hooks()) launched.emplace();
+      saved.unpacked = saved.variable.unpack(getptr());
     }
     if (slot.first == Wiring::kNone) {
       values.emplace_back();
     } else if (slot.shell != nullptr) {
-      values.emplace_back(slot.shell->with_tensors(
-          {unpacked_.begin() + slot.first, unpacked_.begin() + slot.first + slot.count}));
+      std::vector<Tensor> parts;
+      parts.reserve(slot.count);
+      for (size_t k = 0; k < slot.count; ++k) parts.push_back(saved_[slot.first + k].unpacked);
+      values.emplace_back(slot.shell->with_tensors(std::move(parts)));
     } else {
-      values.emplace_back(unpacked_[slot.first]);
+      values.emplace_back(saved_[slot.first].unpacked);
     }
   }
   (*contexts_)[op].save_for_backward(std::move(values));
 }
 
 void FuserNode::used(size_t first, size_t end) {
-  for (size_t k = 0; k < saved_.size(); ++k) {
-    if (last_user_[k] < first || last_user_[k] >= end) continue;
-    cuda::hold_memory(unpacked_[k]);
-    unpacked_[k].reset();
-    if (!keep_graph_) saved_[k].reset_data();
+  for (Saved& saved : saved_) {
+    if (saved.last_user < first || saved.last_user >= end) continue;
+    cuda::hold_memory(saved.unpacked);
+    saved.unpacked.reset();
+    if (!keep_graph_) saved.variable.reset_data();
   }
 }
 
@@ -167,11 +169,13 @@ variable_list FuserNode::backward(variable_list& grads) {
   if (session != nullptr) delayed.emplace(session.get());
   keep_graph_ = torch::autograd::get_current_graph_task_id() < 0 ||
                 torch::autograd::get_current_graph_task_keep_graph();
-  unpacked_.resize(saved_.size());
   struct Clear {
-    std::vector<Tensor>& unpacked;
-    ~Clear() { unpacked.clear(); }
-  } clear{unpacked_};
+    std::vector<Saved>& all;
+    ~Clear() {
+      for (Saved& saved : all) saved.unpacked.reset();
+    }
+  } clear{saved_};
+  const SmallBufferRun buffers(plan.backward_bytes);
   return run_backward({plan, *contexts_, param_offsets_, extra_outputs_, *this, this, trace_}, need,
                       std::move(dy), std::move(caller_grads));
 }
@@ -194,7 +198,7 @@ struct Identity {
 
 /// Gradients in the same memory as another tensor become copies: what autograd takes over as the
 /// gradient of a leaf, it adds to in place. One and the same tensor is seen by its reference count.
-void unshare(variable_list& result, const std::vector<Identity>& grads) {
+void unshare(variable_list& result, at::ArrayRef<Identity> grads) {
   for (Tensor& grad : result) {
     if (!has_memory(grad) || grad.storage().use_count() == 1) continue;
     const auto* storage = grad.storage().unsafeGetStorageImpl();
@@ -214,8 +218,7 @@ void unshare(variable_list& result, const std::vector<Identity>& grads) {
 variable_list FuserNode::apply(variable_list&& grads) {
   std::lock_guard<std::mutex> lock(mutex_);
   const bool create_graph = at::GradMode::is_enabled();
-  std::vector<Identity> identities;
-  identities.reserve(grads.size());
+  c10::SmallVector<Identity, 2> identities;
   for (const Tensor& grad : grads) {
     if (has_memory(grad)) identities.emplace_back(grad);
   }

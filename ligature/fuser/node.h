@@ -36,7 +36,7 @@ class FuserNode : public torch::autograd::Node, private SavedValues, private Sav
 
   /// Takes over what the contexts hold. `outputs`: the tensors that the node returned. `versions`:
   /// of every saved tensor, when it was saved, in order.
-  void save(const std::vector<Tensor>& outputs, const std::vector<uint32_t>& versions);
+  void save(const std::vector<Tensor>& outputs, at::ArrayRef<uint32_t> versions);
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
   void release_variables() override;
@@ -51,6 +51,16 @@ class FuserNode : public torch::autograd::Node, private SavedValues, private Sav
     size_t first = Wiring::kNone;  // none: an undefined value
     size_t count = 0;
   };
+  struct Saved {
+    torch::autograd::SavedVariable variable;
+    size_t last_user;              // the operation after whose backward it is not needed
+    const at::TensorImpl* tensor;  // itself, only while saving; null for a quantized value's part
+    bool internal = false;         // only operations of the call have seen it
+    Tensor unpacked{};             // only while backward runs
+
+    Saved(const Tensor& t, bool is_output, size_t op, const at::TensorImpl* identity)
+        : variable(t, is_output), last_user(op), tensor(identity) {}
+  };
 
   torch::autograd::variable_list backward(torch::autograd::variable_list& grads);
   void unpack(size_t op) override;
@@ -58,6 +68,11 @@ class FuserNode : public torch::autograd::Node, private SavedValues, private Sav
   size_t save_tensor(const Tensor& tensor, const std::vector<Tensor>& outputs, size_t op);
   void note_internal();
   bool let_go(const OperationContext& ctx, size_t i, bool& internal) override;
+  /// What one operation saved.
+  at::ArrayRef<Slot> slots(size_t op) const {
+    const size_t begin = op == 0 ? 0 : slot_ends_[op - 1];
+    return at::ArrayRef<Slot>(slots_).slice(begin, slot_ends_[op] - begin);
+  }
 
   std::shared_ptr<const Plan> plan_;
   std::shared_ptr<Contexts> contexts_;
@@ -65,15 +80,12 @@ class FuserNode : public torch::autograd::Node, private SavedValues, private Sav
   AutocastState autocast_;  // of forward
   std::shared_ptr<void> keep_alive_;
   TracePtr trace_;
-  std::vector<size_t> outputs_;
+  c10::SmallVector<size_t, 2> outputs_;
   std::vector<std::vector<ValueMeta>> extra_outputs_;
-  std::vector<torch::autograd::SavedVariable> saved_;
-  std::vector<Tensor> unpacked_;  // of them, only while backward runs
-  bool keep_graph_ = true;        // likewise
-  std::vector<bool> internal_;    // whether only operations of the call have seen it
-  std::vector<const at::TensorImpl*> saved_identity_;  // only while saving
-  std::vector<size_t> last_user_;         // the operation after whose backward it is not needed
-  std::vector<std::vector<Slot>> slots_;  // [operation][saved value]
+  std::vector<Saved> saved_;
+  bool keep_graph_ = true;                   // only while backward runs
+  std::vector<Slot> slots_;                  // every saved value, by operation
+  c10::SmallVector<uint32_t, 6> slot_ends_;  // of each operation
 };
 
 }  // namespace ligature

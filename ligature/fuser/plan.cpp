@@ -68,7 +68,7 @@ std::vector<PlanStep> to_steps(const OpList& ops, size_t first) {
   std::vector<PlanStep> steps;
   for (const auto& op : ops) {
     const size_t count = op->basic_ops().size();
-    steps.push_back({op, first, count});
+    steps.push_back({op, first, count, StepKind(*op)});
     first += count;
   }
   return steps;
@@ -139,7 +139,10 @@ std::shared_ptr<const Plan> make_plan(std::vector<BasicOpPtr> ops,
   check_channels(plan->forward, *plan);
   check_channels(plan->backward, *plan);
   for (const auto* steps : {&plan->forward, &plan->backward}) {
-    for (const PlanStep& step : *steps) plan->has_guests |= step.op->is_guest();
+    for (const PlanStep& step : *steps) plan->has_guests |= step.kind.guest;
+  }
+  for (size_t i = 0; i < plan->basic_ops.size(); ++i) {
+    plan->has_extras |= !plan->wiring->inputs[i].empty() || !plan->wiring->outputs[i].empty();
   }
   return plan;
 }

@@ -5,17 +5,24 @@
 #include <string>
 #include <vector>
 
+#include "ligature/backend/small_buffers.h"
+#include "ligature/fuser/builtin_scope.h"
 #include "ligature/fuser/match.h"
 #include "ligature/fuser/registry.h"
 #include "ligature/fuser/wiring.h"
 
 namespace ligature {
 
+/// Flags of every basic operation. Lists that a call makes of its operations have room for those of
+/// a usual pipeline in themselves.
+using GradFlagList = c10::SmallVector<GradFlags, 6>;
+
 /// One call in a plan: an operation and the run of basic operations it covers.
 struct PlanStep {
   OpPtr op;
   size_t first = 0;
   size_t count = 0;
+  StepKind kind{};
 };
 
 struct Plan {
@@ -38,7 +45,10 @@ struct Plan {
   };
   std::vector<PassReport> reports;
   bool has_guests = false;  ///< an operation of a host language takes part
+  bool has_extras = false;  ///< there are extra inputs or outputs, the caller's or on channels
   bool fuse = true;         ///< false: fusing was switched off
+  /// What the small buffers of a run take.
+  mutable SmallBytes forward_bytes{0}, backward_bytes{0};
 };
 
 /// Runs the three passes. Each registered fusion is applied once per pass; after each pass the

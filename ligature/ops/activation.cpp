@@ -86,18 +86,19 @@ kernels::ActivationSpec saved_spec(const OperationContext& ctx, kernels::Activat
   return spec;
 }
 
-ValueMeta infer_activation(const std::string& label, const kernels::ActivationSpec& spec,
+ValueMeta infer_activation(const BasicOperation& op, const kernels::ActivationSpec& spec,
                            const InferArgs& args) {
-  check_floating(label, args.input);
+  check_floating(op, args.input);
   ValueMeta output = args.input;
   const auto& sizes = args.input.sizes;
-  LIGATURE_CHECK(!sizes.empty(), "[", label, "] input must have at least one dimension, got []");
+  LIGATURE_CHECK(!sizes.empty(), "[", op.label(),
+                 "] input must have at least one dimension, got []");
   output.dtype = under_autocast(args.input.dtype, args.autocast_dtype);
   if (!kernels::is_gated(spec.kind)) return output;
   const int64_t n = spec.glu_interleave_size;
-  LIGATURE_CHECK(sizes.back() % 2 == 0, "[", label, "] input's last dimension must be even, got ",
-                 sizes_string(sizes));
-  LIGATURE_CHECK(n == 0 || sizes.back() % (2 * n) == 0, "[", label,
+  LIGATURE_CHECK(sizes.back() % 2 == 0, "[", op.label(),
+                 "] input's last dimension must be even, got ", sizes_string(sizes));
+  LIGATURE_CHECK(n == 0 || sizes.back() % (2 * n) == 0, "[", op.label(),
                  "] input's last dimension must be divisible by 2*glu_interleave_size=", 2 * n,
                  ", got ", sizes_string(sizes));
   output.sizes.back() /= 2;
@@ -117,7 +118,7 @@ void print_options(std::ostream& stream, const BasicOperation& op) {
 void ActivationOperation::pretty_print(std::ostream& stream) const { print_options(stream, *this); }
 
 std::optional<InferResult> ActivationOperation::infer(const InferArgs& args) const {
-  return InferResult{infer_activation(label(), spec(), args), {}};
+  return InferResult{infer_activation(*this, spec(), args), {}};
 }
 
 Value activation_forward_to(const Tensor& x, const kernels::ActivationSpec& spec,

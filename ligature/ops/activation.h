@@ -65,7 +65,7 @@ void save_spec(OperationContext& ctx, const kernels::ActivationSpec& spec);
 kernels::ActivationSpec saved_spec(const OperationContext& ctx, kernels::ActivationSpec spec);
 
 /// Checks the input of an activation and tells its output.
-ValueMeta infer_activation(const std::string& label, const kernels::ActivationSpec& spec,
+ValueMeta infer_activation(const BasicOperation& op, const kernels::ActivationSpec& spec,
                            const InferArgs& args);
 void print_options(std::ostream& stream, const BasicOperation& op);
 

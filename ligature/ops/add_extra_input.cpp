@@ -13,7 +13,7 @@ void AddExtraInputImpl::pretty_print(std::ostream& stream) const {
 }
 
 std::optional<InferResult> AddExtraInputImpl::infer(const InferArgs& args) const {
-  check_floating(label(), args.input);
+  check_floating(*this, args.input);
   InferResult result{args.input, {}};
   if (!args.extra_inputs[0]) return result;
   const ValueMeta& extra = *args.extra_inputs[0];

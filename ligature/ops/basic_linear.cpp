@@ -55,7 +55,7 @@ void BasicLinearImpl::pretty_print(std::ostream& stream) const {
 }
 
 std::optional<InferResult> BasicLinearImpl::infer(const InferArgs& args) const {
-  check_floating(label(), args.input);
+  check_floating(*this, args.input);
   const auto& sizes = args.input.sizes;
   LIGATURE_CHECK(!sizes.empty() && sizes.back() == options.in_features, "[", label(),
                  "] input's last dimension must be in_features=", options.in_features, ", got ",
@@ -65,7 +65,7 @@ std::optional<InferResult> BasicLinearImpl::infer(const InferArgs& args) const {
       w.dim() == 2 && w.size(0) == options.out_features && w.size(1) == options.in_features, "[",
       label(), "] weight must be [", options.out_features, ", ", options.in_features, "], got ",
       sizes_string(w.sizes()));
-  check_same_device(label(), args.input, "weight", w);
+  check_same_device(*this, args.input, "weight", w);
   InferResult result{args.input, {}};
   result.output.sizes.back() = options.out_features;
   result.output.dtype = under_autocast(w.scalar_type(), args.autocast_dtype);

@@ -23,7 +23,7 @@ void BiasImpl::pretty_print(std::ostream& stream) const {
 }
 
 std::optional<InferResult> BiasImpl::infer(const InferArgs& args) const {
-  check_floating(label(), args.input);
+  check_floating(*this, args.input);
   const auto& sizes = args.input.sizes;
   LIGATURE_CHECK(!sizes.empty() && sizes.back() == options.size, "[", label(),
                  "] input's last dimension must be size=", options.size, ", got ",
@@ -31,7 +31,7 @@ std::optional<InferResult> BiasImpl::infer(const InferArgs& args) const {
   const Tensor& b = args.params[0];
   LIGATURE_CHECK(b.dim() == 1 && b.size(0) == options.size, "[", label(), "] bias must be [",
                  options.size, "], got ", sizes_string(b.sizes()));
-  check_same_device(label(), args.input, "bias", b);
+  check_same_device(*this, args.input, "bias", b);
   return InferResult{args.input, {}};
 }
 

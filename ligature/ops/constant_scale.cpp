@@ -18,7 +18,7 @@ void ConstantScaleImpl::pretty_print(std::ostream& stream) const {
 }
 
 std::optional<InferResult> ConstantScaleImpl::infer(const InferArgs& args) const {
-  check_floating(label(), args.input);
+  check_floating(*this, args.input);
   return InferResult{args.input, {}};
 }
 

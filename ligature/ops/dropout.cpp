@@ -21,7 +21,7 @@ void DropoutImpl::pretty_print(std::ostream& stream) const {
 }
 
 std::optional<InferResult> DropoutImpl::infer(const InferArgs& args) const {
-  check_floating(label(), args.input);
+  check_floating(*this, args.input);
   return InferResult{args.input, {}};
 }
 

@@ -24,7 +24,7 @@ void L2NormalizationImpl::pretty_print(std::ostream& stream) const {
 }
 
 std::optional<InferResult> L2NormalizationImpl::infer(const InferArgs& args) const {
-  check_floating(label(), args.input);
+  check_floating(*this, args.input);
   LIGATURE_CHECK(!args.input.sizes.empty(), "[", label(),
                  "] input must have at least one dimension, got []");
   return InferResult{args.input, {}};

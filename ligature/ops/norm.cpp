@@ -38,7 +38,7 @@ void NormOperation::pretty_print(std::ostream& stream) const {
 }
 
 std::optional<InferResult> NormOperation::infer(const InferArgs& args) const {
-  check_floating(label(), args.input);
+  check_floating(*this, args.input);
   const at::IntArrayRef wanted = options.normalized_shape;
   const at::IntArrayRef sizes = args.input.sizes;
   LIGATURE_CHECK(
@@ -49,7 +49,7 @@ std::optional<InferResult> NormOperation::infer(const InferArgs& args) const {
     const char* what = i == 0 ? "weight" : "bias";
     LIGATURE_CHECK(args.params[i].sizes() == wanted, "[", label(), "] ", what, " must be ",
                    sizes_string(wanted), ", got ", sizes_string(args.params[i].sizes()));
-    check_same_device(label(), args.input, what, args.params[i]);
+    check_same_device(*this, args.input, what, args.params[i]);
   }
   InferResult result{args.input, {}};
   result.output.dtype = under_autocast(args.input.dtype, args.autocast_dtype);

@@ -5,6 +5,7 @@
 #include <ATen/ops/_to_copy.h>
 
 #include "ligature/meta.h"
+#include "ligature/operation.h"
 #include "ligature/value.h"
 
 namespace ligature {
@@ -25,9 +26,11 @@ inline Tensor cast(const Tensor& t, at::ScalarType dtype) {
   return t.scalar_type() == dtype ? t : at::_to_copy(t, dtype);
 }
 
-void check_floating(const std::string& label, const ValueMeta& input);
+/// Which dtypes operations take.
+bool is_input_dtype(at::ScalarType dtype);
+void check_floating(const BasicOperation& op, const ValueMeta& input);
 /// Parameters live where the input does.
-void check_same_device(const std::string& label, const ValueMeta& input, const char* what,
+void check_same_device(const BasicOperation& op, const ValueMeta& input, const char* what,
                        const Tensor& parameter);
 
 }  // namespace ligature

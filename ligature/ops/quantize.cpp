@@ -1,5 +1,6 @@
 #include "ligature/ops/quantize.h"
 
+#include "ligature/backend/small_buffers.h"
 #include "ligature/ops/prepare.h"
 
 namespace ligature {
@@ -14,7 +15,7 @@ void QuantizeImpl::pretty_print(std::ostream& stream) const {
 }
 
 std::optional<InferResult> QuantizeImpl::infer(const InferArgs& args) const {
-  check_floating(label(), args.input);
+  check_floating(*this, args.input);
   LIGATURE_CHECK(!args.input.sizes.empty(), "[", label(),
                  "] input must have at least one dimension, got []");
   return InferResult{args.input, {}};
@@ -40,6 +41,7 @@ OpForwardResult QuantizeImpl::op_forward_compute(const Value& input, const OpArg
   }
   const Usage usage = args.next_op_input_quantizer != nullptr ? args.next_op_input_usage
                                                               : input_usage(args.requires_grad);
+  const OwnBuffers own;  // the caller may be given it
   return {quantize_to(input, {quantizer, usage}, input.dtype()), {}};
 }
 
@@ -58,6 +60,7 @@ OpBackwardResult QuantizeImpl::op_backward(OperationContext& ctx, const Value& g
   }
   const Target next = ctx.grad_input_target();
   const Usage usage = next ? next.usage : Usage{true, true};
+  const OwnBuffers own;
   return {quantize_to(grad_output, {quantizer, usage}, grad_output.dtype()), {}};
 }
 

@@ -14,7 +14,7 @@ void ScaledActivationOperation::pretty_print(std::ostream& stream) const {
 }
 
 std::optional<InferResult> ScaledActivationOperation::infer(const InferArgs& args) const {
-  InferResult result{infer_activation(label(), spec(), args), {}};
+  InferResult result{infer_activation(*this, spec(), args), {}};
   if (!args.extra_inputs[0]) return result;
   const ValueMeta& scales = *args.extra_inputs[0];
   const at::IntArrayRef sizes = args.input.sizes;

@@ -11,6 +11,7 @@
 
 #include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/backend/cuda/quantize.h"
+#include "ligature/backend/small_buffers.h"
 #include "ligature/check.h"
 #include "ligature/ops/prepare.h"
 #include "ligature/quantization/autocast.h"
@@ -145,6 +146,7 @@ bool WeightCache::holds(const Tensor& weight, Usage usage) const {
 
 QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, Usage usage) {
   if (cuda::is_captured(weight)) {
+    const OwnBuffers own;
     const auto make = [&] { return quantizer.quantize(weight, usage); };
     const auto part = CapturedPart::recorded();
     return part != nullptr ? part->weight(this, make) : make();
@@ -166,6 +168,7 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
   const c10::InferenceMode no_inference(false);
   const Tensor factor = quantizer.delayed_scale();
   quantized_ = nullptr;  // its memory serves the new one, step by step the same
+  const OwnBuffers own;
   quantized_ = quantizer.quantize(weight, usage);
   launched_ = cuda::when_launched();
   maker_ = std::this_thread::get_id();

@@ -17,6 +17,18 @@ Recompute recompute_from_string(const std::string& name) {
   return Recompute::Cheap;
 }
 
+/// As pybind11's, without what that looks up for interpreters within the interpreter.
+class WithoutGil {
+ public:
+  WithoutGil() : thread_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(thread_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* thread_;
+};
+
 class PythonFuser {
  public:
   /// `ops` is kept by the Python object, where the garbage collector sees it, not from here.
@@ -27,22 +39,33 @@ class PythonFuser {
                                        std::move(open_channels), std::move(strict)})),
         fuser_(*shared_),
         kept_(ops) {
-    for (const auto& op : fuser_.basic_ops()) sources_.emplace_back(python_of(op), *op);
+    for (const auto& op : fuser_.basic_ops()) {
+      sources_.emplace_back(python_of(op), *op);
+      reads_training_ = reads_training_ || sources_.back().uses_training();
+    }
   }
 
   py::object call(const py::handle& input, const py::args& extra_inputs, const py::handle& kwargs) {
+    const at::ArrayRef<PyObject*> extras(PySequence_Fast_ITEMS(extra_inputs.ptr()),
+                                         extra_inputs.size());
+    return run(input, extras, kwargs.is_none() ? std::vector<OpKwargs>() : unwrap_kwargs(kwargs));
+  }
+
+  py::object run(const py::handle& input, at::ArrayRef<PyObject*> extra_inputs,
+                 std::vector<OpKwargs> kwargs) {
     fuser_.prepare();
     Call call;
     call.input = unwrap_input(input);
     call.extra_inputs.reserve(extra_inputs.size());
-    for (const auto& extra : extra_inputs)
+    for (PyObject* extra : extra_inputs) {
       call.extra_inputs.push_back(unwrap(extra, "an extra input"));
+    }
     collect(call);
-    if (!kwargs.is_none()) call.kwargs = unwrap_kwargs(kwargs);
+    call.kwargs = std::move(kwargs);
     std::vector<Tensor> outputs;
     {
       KeepScope scope(kept_);
-      py::gil_scoped_release no_gil;
+      const WithoutGil no_gil;
       outputs = fuser_.run(std::move(call));
     }
     if (outputs.size() == 1) return wrap(outputs[0]);
@@ -135,11 +158,11 @@ class PythonFuser {
   void collect(Call& call) const {
     call.param_offsets.reserve(sources_.size() + 1);
     call.param_offsets.push_back(0);
-    call.training.reserve(sources_.size());
+    if (reads_training_) call.training.reserve(sources_.size());
     for (const ParameterSource& source : sources_) {
       source.collect(call.params);
       call.param_offsets.push_back(call.params.size());
-      call.training.push_back(source.training());
+      if (reads_training_) call.training.push_back(source.training());
     }
     call.keep_alive = hold(py::reinterpret_borrow<py::object>(kept_));
   }
@@ -182,6 +205,7 @@ class PythonFuser {
   std::shared_ptr<OperationFuser> shared_;
   OperationFuser& fuser_;
   std::vector<ParameterSource> sources_;
+  bool reads_training_ = false;
   py::handle kept_;
 };
 
@@ -216,6 +240,42 @@ class ModuleWatch {
   std::vector<Py_ssize_t> counts_;
 };
 
+/// The C++ object of a class that pybind11 bound, with no base beside it.
+template <class T>
+T& bound(PyObject* object) {
+  const auto* instance = reinterpret_cast<py::detail::instance*>(object);
+  if (!instance->simple_layout) return py::handle(object).cast<T&>();
+  return *static_cast<T*>(instance->simple_value_holder[0]);
+}
+
+/// `self`: a fuser and the watch of the container that runs it, or None. Gives NotImplemented where
+/// the container has changed.
+PyObject* run_watched(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  try {
+    PyObject* watch = PyTuple_GET_ITEM(self, 1);
+    if (watch != Py_None && bound<ModuleWatch>(watch).changed()) Py_RETURN_NOTIMPLEMENTED;
+    LIGATURE_CHECK_TYPE(count > 0, "a fuser must be given an input, got none");
+    const at::ArrayRef<PyObject*> extras(const_cast<PyObject**>(args) + 1, count - 1);
+    return bound<PythonFuser>(PyTuple_GET_ITEM(self, 0)).run(args[0], extras, {}).release().ptr();
+  } catch (...) {
+    py::detail::try_translate_exceptions();
+    return nullptr;
+  }
+}
+
+/// A function of the input and the extra inputs. Python calls it without pybind11's search for an
+/// overload, which takes as long as a small fuser's forward; the garbage collector sees through it.
+py::object runner(const py::object& fuser, const py::object& watch) {
+  static PyMethodDef definition = {
+      "run_watched", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_watched)),
+      METH_FASTCALL, nullptr};
+  LIGATURE_CHECK_TYPE(py::isinstance<PythonFuser>(fuser), "runner: wanted a fuser");
+  LIGATURE_CHECK_TYPE(watch.is_none() || py::isinstance<ModuleWatch>(watch),
+                      "runner: wanted a watch or None");
+  const py::tuple self = py::make_tuple(fuser, watch);
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, self.ptr()));
+}
+
 }  // namespace
 
 void bind_fuser(py::module_& m) {
@@ -247,6 +307,7 @@ void bind_fuser(py::module_& m) {
   py::class_<ModuleWatch>(m, "ModuleWatch")
       .def(py::init<const py::dict&, const py::list&>())
       .def("changed", &ModuleWatch::changed);
+  m.def("runner", &runner, py::arg("fuser"), py::arg("watch"));
 }
 
 }  // namespace ligature::python

@@ -53,6 +53,7 @@ class ParameterSource {
   ParameterSource(const py::handle& module, const BasicOperation& op);
   void collect(std::vector<Tensor>& out) const;
   bool training() const;
+  bool uses_training() const { return uses_training_; }
 
  private:
   void collect_guest(std::vector<Tensor>& out) const;

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+import ligature as te
 import ligature.ops as ops
 
 ACTIVATIONS = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU", "GLU", "GEGLU", "QGEGLU", "ReGLU"]
@@ -365,3 +366,32 @@ def test_a_step_takes_memory_for_results_and_what_is_saved_alone(device, dtype):
     gradients = [leaf.numel() for leaf in leaves(model, x)]
     wanted = [n * dtype.itemsize for n in (*made, *gradients)]
     assert taken == sorted([*wanted, 4 * t, 4 * t])  # and the norm's statistics
+
+
+@pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"])
+def test_small_buffers_of_a_step_are_taken_together(device, recipe):
+    if device != "cpu":
+        pytest.skip("the profiler's events are the CPU's")
+    model = make_mlp(64, 128, dtype=torch.bfloat16)
+    x = make_input(32, 64, dtype=torch.bfloat16)
+    dy = torch.randn(32, 64, dtype=torch.bfloat16)
+
+    def step() -> None:
+        for leaf in leaves(model, x):
+            leaf.grad = None
+        with te.autocast(recipe=getattr(te.recipe, recipe)()):
+            y = model(x)
+        y.backward(dy)
+
+    def taken() -> int:
+        return sum(n > 0 for n in memory_events(step))
+
+    for _ in range(3):  # until delayed scaling has settled
+        step()
+    model.recompute = "none"  # plans are made anew, weights stay as they are
+    apart, together = taken(), taken()
+    # In forward the inputs of two linears, in backward the gradients of two outputs: data and
+    # factors, and where those of rows and columns differ both. After the first step they are one
+    # piece in forward and one in backward.
+    pieces = 4 * (4 if recipe == "MXFP8BlockScaling" else 2)
+    assert apart - together == pieces - 2

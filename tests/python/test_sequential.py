@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -323,3 +326,62 @@ def test_one_plan_per_situation_in_deep_copies() -> None:
     clone(x).sum().backward()
     assert model[0].weight.grad is None
     assert clone[0].weight.grad is not None
+
+
+# -- the short way of a call: everything is one run of operations
+
+
+def test_edits_between_calls_are_noticed() -> None:
+    x = make_input(4, 8)
+    model = te.ops.Sequential(te.ops.ReLU())
+    assert torch.equal(model(x), torch.relu(x))
+    model._modules["0"] = te.ops.SiLU()  # behind the container's back
+    torch.testing.assert_close(model(x), torch.nn.functional.silu(x))
+    model[0] = te.ops.ReLU()
+    assert torch.equal(model(x), torch.relu(x))
+    seen = []
+    handle = model[0].register_forward_hook(lambda *_: seen.append(True))
+    model(x)
+    assert seen == [True]
+    handle.remove()
+    assert torch.equal(model(x), torch.relu(x))
+    assert seen == [True]
+    del model[0]
+    assert model(x) is x
+
+
+def test_wrong_arguments_of_a_call() -> None:
+    x = make_input(4, 8)
+    for model in (te.ops.Sequential(te.ops.ReLU()), te.ops.ReLU()):
+        for _ in range(2):  # the first call makes the groups
+            with pytest.raises(TypeError, match=r"\[ReLU\] input must be a tensor, got .*int"):
+                model(3)
+            with pytest.raises(ValueError, match="take 0 extra inputs, got 1"):
+                model(x, x)
+            assert torch.equal(model(x), torch.relu(x))
+    join = te.ops.Sequential(te.ops.AddExtraInput())
+    assert torch.equal(join(x, x), 2 * x)
+    with pytest.raises(TypeError, match="an extra input"):
+        join(x, 3)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: te.ops.LayerNorm(8), lambda: te.ops.Sequential(te.ops.Linear(8, 8))]
+)
+def test_what_was_called_is_collected(make: Callable[[], torch.nn.Module]) -> None:
+    model = make()
+    model(make_input(4, 8)).sum().backward()
+    gone = weakref.ref(next(model.parameters()))
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_graph_outlives_its_model() -> None:
+    x = make_input(4, 8)
+    model = te.ops.Sequential(te.ops.Linear(8, 8), te.ops.GELU())
+    wanted = torch.autograd.grad(model(x).sum(), x)[0]
+    y = model(x).sum()
+    del model
+    gc.collect()
+    assert torch.equal(torch.autograd.grad(y, x)[0], wanted)

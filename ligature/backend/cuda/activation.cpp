@@ -59,12 +59,12 @@ ActivationBackward backward(const Tensor& dy, const Tensor& x, const ActivationS
   Tensor dbias_partials, dscales_partials;
   if (need_dbias) {
     result.dbias = empty_on({x.size(-1)}, x.scalar_type(), x.device());
-    dbias_partials = empty_on({grid.down, x.size(-1)}, at::kFloat, x.device());
+    dbias_partials = small_on({grid.down, x.size(-1)}, at::kFloat, x.device());
     args.dbias_partials = static_cast<float*>(dbias_partials.data_ptr());
   }
   if (need_dscales) {
     result.dscales = empty_as(scales);
-    dscales_partials = empty_on({matrix.rows, grid.warps_across}, at::kFloat, x.device());
+    dscales_partials = small_on({matrix.rows, grid.warps_across}, at::kFloat, x.device());
     args.dscales_partials = static_cast<float*>(dscales_partials.data_ptr());
     if (x.numel() == 0) result.dscales.zero_();
   }

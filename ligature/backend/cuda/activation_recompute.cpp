@@ -40,7 +40,7 @@ ActivationRecompute activation_recompute(const Tensor& dy_, const Tensor& x_,
   Tensor partials;
   if (need_dbias) {
     result.dbias = empty_on({x.size(-1)}, x.scalar_type(), x.device());
-    partials = empty_on({grid.down, x.size(-1)}, at::kFloat, x.device());
+    partials = small_on({grid.down, x.size(-1)}, at::kFloat, x.device());
     args.dbias_partials = static_cast<float*>(partials.data_ptr());
   }
   gated ? launch<&launch_activation_recompute_gated>("activation_recompute", stream, args, grid)

@@ -39,7 +39,7 @@ Tensor bias_backward(const Tensor& dy_, int64_t features) {
   BiasArgs args = args_of(dy, features);
   const ColumnGrid grid = bias_backward_grid(args, sm_count(dy));
   Tensor db = empty_on({features}, dy.scalar_type(), dy.device());
-  const Tensor partials = empty_on({grid.down, features}, at::kFloat, dy.device());
+  const Tensor partials = small_on({grid.down, features}, at::kFloat, dy.device());
   args.partials = static_cast<float*>(partials.data_ptr());
   launch<&launch_bias_backward>("bias_backward", stream, args, grid);
   const PartialSums sums{args.partials, db.mutable_data_ptr(), args.type};

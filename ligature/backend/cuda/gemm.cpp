@@ -66,7 +66,7 @@ Tensor set_coefficients(Gemm& gemm, const ProductTerms& terms, float beta, Strea
   gemm.beta = beta;
   const Tensor& known = terms.a_factor.defined() ? terms.a_factor : terms.b_factor;
   if (!known.defined()) return {};
-  Tensor held = empty_on({2}, at::kFloat, known.device());
+  Tensor held = small_on({2}, at::kFloat, known.device());
   launch<&launch_coefficients>("gemm coefficients", stream, held.mutable_data_ptr<float>(),
                                terms.alpha, beta,
                                static_cast<const float*>(data_of(terms.a_factor)),

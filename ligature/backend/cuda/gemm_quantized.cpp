@@ -126,7 +126,7 @@ class Prepared {
     }
     if (as_it_is && is_aligned(given)) return;
     plain_ = given.contiguous();
-    scale_ = empty_on({size_of(job_)}, given.scalar_type(), given.device());
+    scale_ = small_on({size_of(job_)}, given.scalar_type(), given.device());
     job_.in = plain_.const_data_ptr();
     job_.out = scale_.mutable_data_ptr();
   }

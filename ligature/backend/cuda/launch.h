@@ -11,6 +11,7 @@
 #include "ligature/backend/cuda/launch_queue.h"
 #include "ligature/backend/cuda/runs.h"
 #include "ligature/backend/cuda/types.h"
+#include "ligature/backend/small_buffers.h"
 #include "ligature/check.h"
 
 namespace ligature::cuda {
@@ -44,6 +45,13 @@ int sm_count(const Tensor& x);
 /// Memory for results, row-major, without the way through the dispatcher.
 inline Tensor empty_on(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
   Tensor made(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
+  if (LaunchQueue* queue = LaunchQueue::current()) queue->hold(made);
+  return made;
+}
+/// The same for what the steps of a run have among themselves; see small_buffers.h.
+inline Tensor small_on(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
+  Tensor made = take_small(sizes, {}, dtype, device);
+  if (!made.defined()) return empty_on(sizes, dtype, device);
   if (LaunchQueue* queue = LaunchQueue::current()) queue->hold(made);
   return made;
 }

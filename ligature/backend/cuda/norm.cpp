@@ -17,7 +17,7 @@ struct Kind {
 constexpr Kind kLayerNorm{true, true}, kRMSNorm{false, true}, kL2Norm{false, false};
 
 Tensor make_statistic(const Tensor& x, int64_t rows) {
-  return empty_on({rows}, at::kFloat, x.device());
+  return small_on({rows}, at::kFloat, x.device());
 }
 
 NormForwardArgs forward_args(const Tensor& x, int64_t columns, Kind kind, const Tensor& mean,
@@ -96,7 +96,7 @@ struct WeightGrads {
       : blocks(blocks_), columns(columns_) {
     const int64_t count = (needs.dw ? 1 : 0) + (needs.db ? 1 : 0);
     if (count == 0) return;
-    partials = empty_on({count, blocks, columns}, at::kFloat, w.device());
+    partials = small_on({count, blocks, columns}, at::kFloat, w.device());
     const at::ScalarType dtype = served(w.scalar_type());
     if (needs.dw) dw = empty_on(w.sizes(), dtype, w.device());
     if (needs.db) db = empty_on(w.sizes(), dtype, w.device());

@@ -40,22 +40,25 @@ QuantizedMatrix empty_matrix(MatrixShape shape, const Format& format, at::Device
   const int64_t size = format.block_size();
   QuantizedMatrix q;
   q.data =
-      empty_on({shape.rows, fp4 ? blocks(shape.columns, 2) : shape.columns}, at::kByte, device);
+      small_on({shape.rows, fp4 ? blocks(shape.columns, 2) : shape.columns}, at::kByte, device);
   if (!own_scale) return q;
   if (format.per_tensor()) {
-    q.scale = empty_on({1}, at::kFloat, device);
+    q.scale = small_on({1}, at::kFloat, device);
   } else if (format.block_2d) {
-    q.scale = empty_on({blocks(shape.rows, size), blocks(shape.columns, size)},
+    q.scale = small_on({blocks(shape.rows, size), blocks(shape.columns, size)},
                        format.scaling == Scaling::Block ? at::kFloat : at::kByte, device);
   } else if (format.scaling == Scaling::Block) {
-    q.scale = Tensor(at::detail::empty_strided_cuda({shape.rows, blocks(shape.columns, size)},
-                                                    {1, shape.rows}, at::kFloat, device));
+    const at::DimVector sizes{shape.rows, blocks(shape.columns, size)}, strides{1, shape.rows};
+    q.scale = take_small(sizes, strides, at::kFloat, device);
+    if (!q.scale.defined()) {
+      q.scale = Tensor(at::detail::empty_strided_cuda(sizes, strides, at::kFloat, device));
+    }
     hold_memory(q.scale);
   } else {
-    q.scale = empty_on({shape.rows, blocks(shape.columns, size)}, at::kByte, device);
+    q.scale = small_on({shape.rows, blocks(shape.columns, size)}, at::kByte, device);
   }
   if (format.scaling == Scaling::NV) {
-    q.amax = empty_on({format.row_scaled ? shape.rows : 1}, at::kFloat, device);
+    q.amax = small_on({format.row_scaled ? shape.rows : 1}, at::kFloat, device);
   }
   return q;
 }
@@ -147,7 +150,7 @@ QuantizedPair run(MatrixShape shape, const Tensor& like, const QuantizeArgs& arg
       if (args.amax.defined()) plan.amax = args.amax.mutable_data_ptr<float>();
       break;
     case Scaling::Current:
-      amax = empty_on({1}, at::kFloat, like.device());
+      amax = small_on({1}, at::kFloat, like.device());
       plan.amax = amax.mutable_data_ptr<float>();
       clear(amax, stream);
       plan.find_amax = true;
@@ -268,7 +271,7 @@ QuantizedMatrix transpose(const QuantizedMatrix& q, const Format& format, int64_
   QuantizedMatrix result;
   const int64_t rows = q.data.size(0);
   const bool fp4 = format.element == Element::E2M1;
-  result.data = empty_on({columns, fp4 ? (rows + 1) / 2 : rows}, at::kByte, q.data.device());
+  result.data = small_on({columns, fp4 ? (rows + 1) / 2 : rows}, at::kByte, q.data.device());
   result.amax = q.amax;
   result.scale = format.per_tensor() ? q.scale : q.scale.t().contiguous();
   launch<&launch_transpose_codes>("transpose", stream_of(q.data), q.data.const_data_ptr<uint8_t>(),
@@ -355,8 +358,8 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
   ActivationSource source = source_of(x, spec, scales);
   source.dy = dy.const_data_ptr();
   Tensor dbias_sums, dscales_sums;
-  if (need_dbias) dbias_sums = empty_on({down, shape.columns}, at::kFloat, x.device());
-  if (need_dscales) dscales_sums = empty_on({shape.rows, across}, at::kFloat, x.device());
+  if (need_dbias) dbias_sums = small_on({down, shape.columns}, at::kFloat, x.device());
+  if (need_dscales) dscales_sums = small_on({shape.rows, across}, at::kFloat, x.device());
   source.dbias = static_cast<float*>(mutable_data_of(dbias_sums));
   source.dscales = static_cast<float*>(mutable_data_of(dscales_sums));
   ActivationBackwardQuantized result;

@@ -18,8 +18,9 @@ struct MatrixShape {
 };
 MatrixShape matrix_shape(at::IntArrayRef sizes);
 
-/// Row-wise data of a matrix, not filled in; `amax` is defined for NV.
-QuantizedMatrix empty_matrix(MatrixShape shape, const Format& format, at::TensorOptions options);
+/// Row-wise data of a matrix, not filled in; `amax` is defined for NV. `own_scale`: with factors.
+QuantizedMatrix empty_matrix(MatrixShape shape, const Format& format, at::TensorOptions options,
+                             bool own_scale);
 
 /// Both orientations, as far as wanted. Where they have the same factors of the whole tensor, they
 /// share them.

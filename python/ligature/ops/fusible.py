@@ -50,7 +50,7 @@ class FusibleOperation(torch.nn.Module):
 
     # -- copies: the C++ twin is made anew
 
-    _not_copied: ClassVar[tuple[str, ...]] = ("_op", "_impl", "_own_fuser", "_traced")
+    _not_copied: ClassVar[tuple[str, ...]] = ("_op", "_impl", "_own_fuser", "_own_run", "_traced")
 
     def _state(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in self._not_copied}
@@ -106,6 +106,7 @@ class FusibleOperation(torch.nn.Module):
 
             fuser = OperationFuser([self], use_channels=False)
             self.__dict__["_own_fuser"] = fuser
+            self.__dict__["_own_run"] = _C.runner(fuser, None)
         return fuser
 
     def _prepare_traced(self) -> str:

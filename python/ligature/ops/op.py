@@ -251,8 +251,10 @@ class BasicOperation(FusibleOperation):
         """Runs this operation by itself; every extra input and output is the caller's."""
         if is_dynamo_compiling() or compiler._is_compiling_flag:  # cheaper than is_compiling()
             return self._forward_traced(input, extra_inputs, [kwargs] if kwargs else None)
-        fuser = self.__dict__.get("_own_fuser") or self._alone()
-        return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+        run = self.__dict__.get("_own_run")
+        if run is not None and not kwargs:
+            return run(input, *extra_inputs) if extra_inputs else run(input)
+        return self._alone()(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
 
 
 def _channel_index(index: int) -> int:

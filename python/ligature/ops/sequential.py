@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, overload
 
 import torch
@@ -48,6 +48,7 @@ class Sequential(torch.nn.Module):
         self._watch: _C.ModuleWatch | None = None
         self._watched: tuple[Any, ...] = ()
         self._only: OperationFuser | None = None
+        self._run: Callable[..., Any] | None = None
         self._exported = KeptFusers()
         self._edits = "0"  # a compiler guards it; a string, lest it makes a variable of it
         self._recompute = "none"
@@ -96,6 +97,7 @@ class Sequential(torch.nn.Module):
 
     def _changed(self) -> None:
         self._module_groups = None
+        self._run = None
         self._edits = str(int(self._edits) + 1)
 
     def _key(self, idx: int) -> str:
@@ -173,6 +175,7 @@ class Sequential(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state.update(_module_groups=None, _groups=[], _watch=None, _watched=(), _only=None)
+        state.update(_run=None)
         state.update(_exported=KeptFusers())
         return state
 
@@ -219,6 +222,7 @@ class Sequential(torch.nn.Module):
         self._module_groups = [group.module for group in groups]
         only = groups[0].module if len(groups) == 1 else None
         self._only = only if isinstance(only, OperationFuser) else None
+        self._run = _C.runner(only, self._watch) if isinstance(only, OperationFuser) else None
 
     # -- forward
 
@@ -253,10 +257,15 @@ class Sequential(torch.nn.Module):
         """The output, or a tuple of the output and the extra outputs."""
         if is_dynamo_compiling() or compiler._is_compiling_flag:  # cheaper than is_compiling()
             return self._forward_traced(input, extra_inputs, op_kwargs)
-        if self._module_groups is None or self._watch.changed():  # type: ignore[union-attr]
-            self._regroup()
-        if self._only is not None and op_kwargs is None:
-            return self._only(input, *extra_inputs)
+        run = self._run
+        if run is not None and op_kwargs is None:
+            # Without a tuple to take apart a call is cheaper.
+            result = run(input, *extra_inputs) if extra_inputs else run(input)
+            if result is not NotImplemented:
+                return result
+        self._update_groups()
+        if self._run is not None and op_kwargs is None:
+            return self._run(input, *extra_inputs)
         kwargs = self._resolve_kwargs(op_kwargs)
         if self._only is not None or not self._strict:
             return self._forward_groups(input, list(extra_inputs), kwargs)

@@ -1,0 +1,67 @@
+#include "ligature/backend/small_buffers.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/TensorImpl.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace ligature {
+namespace {
+
+thread_local SmallBufferRun* current_run = nullptr;
+
+}  // namespace
+
+SmallBufferRun::SmallBufferRun(SmallBytes& bytes)
+    : bytes_(bytes), outer_(std::exchange(current_run, this)) {}
+
+SmallBufferRun::~SmallBufferRun() {
+  current_run = outer_;
+  const int64_t bytes = count_ > 1 ? wanted_ : 0;
+  if (bytes_.load(std::memory_order_relaxed) != bytes) {
+    bytes_.store(bytes, std::memory_order_relaxed);
+  }
+}
+
+OwnBuffers::OwnBuffers() : paused_(std::exchange(current_run, nullptr)) {}
+OwnBuffers::~OwnBuffers() { current_run = paused_; }
+
+Tensor take_small(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
+                  at::Device device) {
+  SmallBufferRun* run = current_run;
+  if (run == nullptr || device.is_meta()) return {};
+  const int64_t item = static_cast<int64_t>(c10::elementSize(dtype));
+  constexpr int64_t kAlignment = SmallBufferRun::kAlignment;
+  const int64_t bytes = (c10::multiply_integers(sizes) * item + kAlignment - 1) / kAlignment;
+  const int64_t rounded = bytes * kAlignment;
+  if (rounded > SmallBufferRun::kLargest) return {};
+  if (run->wanted_ + rounded > SmallBufferRun::kLimit) return {};
+  run->wanted_ += rounded;
+  ++run->count_;
+  if (!run->memory_.defined()) {
+    const int64_t expected = run->bytes_.load(std::memory_order_relaxed);
+    if (expected < rounded) return {};
+    run->memory_ = at::empty({expected}, at::TensorOptions(at::kByte).device(device));
+  }
+  const Tensor& memory = run->memory_;
+  if (run->used_ + rounded > memory.numel() || memory.device() != device) return {};
+  auto view =
+      c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(memory.storage()),
+                                           memory.key_set(), c10::scalarTypeToTypeMeta(dtype));
+  if (strides.empty()) {
+    view->set_sizes_contiguous(sizes);
+  } else {
+    view->set_sizes_and_strides(sizes, strides);
+  }
+  view->set_storage_offset(run->used_ / item);
+  run->used_ += rounded;
+  return Tensor(std::move(view));
+}
+
+Tensor empty_small(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  Tensor made = take_small(sizes, {}, c10::typeMetaToScalarType(options.dtype()), options.device());
+  return made.defined() ? made : at::empty(sizes, options);
+}
+
+}  // namespace ligature
