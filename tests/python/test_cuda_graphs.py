@@ -241,14 +241,18 @@ def test_reduce_overhead(name: str) -> None:
     try:
         for step in range(5):
             x, dy = data(step)
+            # Gradients are the graph's results too: its next run writes over them.
+            model.zero_grad(set_to_none=True)
             torch.compiler.cudagraph_mark_step_begin()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as run:
                 y = eager(compiled, x, dy, recipe).clone()
             mine, x.grad = x.grad, None
             wanted = eager(lambda x: torch.nn.functional.silu(twin(x)), x, dy, recipe)
-            torch.testing.assert_close(y, wanted, rtol=2e-2, atol=2e-2)
-            if mine is not None and x.grad is not None:
-                torch.testing.assert_close(mine, x.grad, rtol=0.1, atol=0.1)
+            # The compiler does not round what enters silu; weights of a step before are off by 0.1.
+            assert mine is not None
+            assert x.grad is not None
+            assert (y - wanted).norm() < 2e-2 * wanted.norm()
+            assert (mine - x.grad).norm() < 4e-2 * x.grad.norm()
             with torch.no_grad():  # what graphs hold reads weights where they are
                 for p in (*model.parameters(), *twin.parameters()):
                     p.mul_(1.1)
