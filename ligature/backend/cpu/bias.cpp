@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include "ligature/backend/cpu/bias_rows.h"
+#include "ligature/backend/cpu/fetch.h"
 #include "ligature/backend/cpu/row_chunks.h"
 
 namespace ligature::cpu {
@@ -25,6 +26,7 @@ void forward_into(const Tensor& y, const Tensor& x, const Tensor& b) {
   const Output<T> output(y, true);
   int64_t most = input.direct() ? kChunkElements : kBiasPiece;
   if (output.streams()) most = kStreamPart<T>;
+  const bool fetches = output.streams() && input.direct() && sizeof(T) >= kFetchedSize;
   const int64_t piece = std::clamp<int64_t>(features, 1, most);
   const int64_t pieces_per_row = (features + piece - 1) / piece;
   const int64_t rows = x.numel() / std::max<int64_t>(features, 1);
@@ -37,7 +39,9 @@ void forward_into(const Tensor& y, const Tensor& x, const Tensor& b) {
       const int64_t at = i / pieces_per_row * features + column;
       const int64_t n = std::min(piece, features - column);
       T* result = output.place(at, y_buffer);
-      add_bias(input.read(at, n, x_buffer), bias + column, result, n);
+      const T* part = input.read(at, n, x_buffer);
+      add_bias(part, bias + column, result, n);
+      if (fetches) fetch_lines(part, piece, piece);
       output.write(at, n, result);
     }
     stream_end();

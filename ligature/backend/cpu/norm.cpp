@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "ligature/backend/cpu/fetch.h"
 #include "ligature/backend/cpu/norm_rows.h"
 #include "ligature/backend/cpu/row_chunks.h"
 
@@ -65,6 +66,7 @@ class Normalizer {
       T* y_row = output.place(at + from, buffer + n_);
       const C* beta = beta_ ? beta_.get() + from : nullptr;
       normalize_row<C>(x_row + from, s, gamma_.get() + from, beta, y_row, n);
+      if (output.streams() && sizeof(T) >= kFetchedSize) fetch_lines(x_row, n_ + from, n);
       output.write(at + from, n, y_row);
     });
   }
