@@ -7,6 +7,7 @@
 #include "ligature/fused/backward_linear_bias.h"
 #include "ligature/fused/backward_linear_scale.h"
 #include "ligature/fused/dense_mlp.h"
+#include "ligature/fused/forward_bias_activation.h"
 #include "ligature/fused/forward_linear_bias_activation.h"
 #include "ligature/fused/forward_linear_bias_add.h"
 #include "ligature/fused/forward_linear_scale_add.h"
@@ -19,7 +20,8 @@ std::vector<FusionRule> builtin_fusions(Pass pass) {
       return {dense_mlp_with_residual_rule(), dense_mlp_rule()};
     case Pass::Forward:
       return {forward_linear_scale_add_rule(), forward_linear_bias_add_rule(),
-              forward_linear_bias_activation_rule(), forward_linear_bias_rule()};
+              forward_linear_bias_activation_rule(), forward_bias_activation_rule(),
+              forward_linear_bias_rule()};
     case Pass::Backward:
       return {backward_linear_add_rule(),
               backward_linear_scale_rule(),

@@ -3,7 +3,10 @@
 // these calls thousands of times, so each path is the fewest dispatches that do it.
 #include "ligature/kernels/gemm.h"
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
@@ -35,6 +38,38 @@ Tensor as_rows_of(const Tensor& y, const Tensor& x) {
 
 void check_inner(const char* op, const char* what, int64_t wanted, int64_t got) {
   LIGATURE_CHECK(wanted == got, "[", op, "] wanted ", what, " of ", wanted, ", got ", got);
+}
+
+// ATen writes a bias into every row of the result before it multiplies; oneDNN adds it in passing,
+// to the same bits. Undefined where this does not run.
+using PointwiseLinear = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                               c10::string_view, c10::List<std::optional<at::Scalar>>,
+                               std::optional<c10::string_view>);
+
+std::optional<c10::TypedOperatorHandle<PointwiseLinear>> find_pointwise_linear() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  const bool runs = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                    __builtin_cpu_supports("avx512dq");
+  if (!runs || !at::globalContext().hasMKLDNN()) return std::nullopt;
+  const auto found = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
+  if (found) return found->typed<PointwiseLinear>();
+#endif
+  return std::nullopt;
+}
+
+Tensor linear_with_bias(const Tensor& x, const Tensor& w, const Tensor& bias) {
+  const auto fits = [&](const Tensor& t) {
+    return t.is_cpu() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() && !t.is_neg() &&
+           t.numel() > 0;
+  };
+  if (!fits(x) || !fits(w) || !fits(bias) || bias.dim() != 1 || bias.size(0) != w.size(0) ||
+      !at::globalContext().userEnabledMkldnn()) {
+    return {};
+  }
+  static const auto linear = find_pointwise_linear();
+  if (!linear) return {};
+  const at::AutoDispatchBelowAutograd below;
+  return linear->call(x, w, bias, "none", c10::List<std::optional<at::Scalar>>(), "");
 }
 
 // alpha * a b + add for matrices a, b and an `add` that may be absent, a vector or a matrix.
@@ -146,6 +181,10 @@ Tensor linear_forward(const Tensor& x, const Tensor& w, const Tensor& bias, cons
     Tensor y = at::add(add, bias);
     linear_forward_add_(y, x, w, {}, alpha);
     return y;
+  }
+  if (bias.defined() && alpha == 1.0) {
+    const Tensor y = linear_with_bias(as_matrix(x), w, bias);
+    if (y.defined()) return as_rows_of(y, x);
   }
   const Tensor addend = add.defined() ? as_matrix(add) : bias;
   return as_rows_of(product(as_matrix(x), w.t(), addend, alpha), x);

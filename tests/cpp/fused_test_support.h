@@ -59,6 +59,8 @@ inline std::vector<Chain> one_direction_chains(at::ScalarType dtype) {
       {"ForwardLinearBiasActivation", Pass::Forward, {linear(), GELU().ptr()}, {x(), {}}},
       {"ForwardLinearBiasActivation", Pass::Forward, {linear(), bias(), SReLU().ptr()}, {x(), {}}},
       {"ForwardLinearBiasActivation", Pass::Forward, {linear(), bias(), SwiGLU().ptr()}, {x(), {}}},
+      {"ForwardBiasActivation", Pass::Forward, {make_bias(n, dtype), GELU().ptr()}, {x(), {}}},
+      {"ForwardBiasActivation", Pass::Forward, {make_bias(n, dtype), SwiGLU().ptr()}, {x(), {}}},
       {"ForwardLinearBiasAdd", Pass::Forward, {linear(), make_join()}, {x(), {skip()}}},
       {"ForwardLinearBiasAdd", Pass::Forward, {linear(), bias(), make_join()}, {x(), {skip()}}},
       {"ForwardLinearScaleAdd", Pass::Forward, {linear(), scale, make_join()}, {x(), {skip()}}},

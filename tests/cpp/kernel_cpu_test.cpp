@@ -2,13 +2,16 @@
 // whether bfloat16 is computed directly or as float32, and whether a result is large or small.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <functional>
+#include <limits>
 
 #include "kernel_test_support.h"
 #include "ligature/backend/cpu/stream.h"
 #include "ligature/kernels/activation.h"
 #include "ligature/kernels/bias.h"
+#include "ligature/kernels/bias_activation.h"
 #include "ligature/kernels/dropout.h"
 #include "ligature/kernels/norm.h"
 #include "tolerance.h"
@@ -61,6 +64,12 @@ Results rms_norm(const Tensor& x, const Tensor& dy, const Tensor& add) {
   const auto f = kernels::rms_norm_forward(x, w, kEps, true, x.scalar_type());
   const auto g = kernels::rms_norm_backward(dy, x, f.rstd, w, true, add, true, true);
   return {{f.y, g.dx}, {f.rstd, g.dw}};
+}
+
+Results bias_activation(ActivationKind kind, const Tensor& x) {
+  const auto both = kernels::bias_activation_forward(x, weight_of(x), {.kind = kind}, true);
+  const auto alone = kernels::bias_activation_forward(x, weight_of(x), {.kind = kind}, false);
+  return {{both.y, both.z, alone.y}, {}};
 }
 
 Results activation(ActivationKind kind, const Tensor& x, const Tensor& other) {
@@ -175,7 +184,10 @@ TEST(CpuKernelTest, LargeResultsHaveTheSameBits) {
   ASSERT_GE(static_cast<int64_t>(x.nbytes()), ligature::cpu::kStreamResultBytes);
   for (const Case& c : cases()) {
     const bool gated = c.name == "SwiGLU";
-    if (c.name != "add+LayerNorm" && c.name != "RMSNorm" && c.name != "ReLU" && !gated) continue;
+    if (c.name != "add+LayerNorm" && c.name != "RMSNorm" && c.name != "ReLU" && c.name != "Bias" &&
+        !gated) {
+      continue;
+    }
     const Results large = c.run(x, dy);
     for (const int64_t first : {int64_t{0}, rows / 2 + 1, rows - 3}) {
       const Results small = c.run(x.narrow(0, first, 3), dy.narrow(0, first, 3));
@@ -184,6 +196,74 @@ TEST(CpuKernelTest, LargeResultsHaveTheSameBits) {
         expect_same_bits(part, small.rows[i], c.name + " result " + std::to_string(i));
       }
     }
+  }
+}
+
+TEST(CpuKernelTest, LargeResultsInBFloat16HaveTheSameBits) {
+  torch::manual_seed(5);
+  const int64_t columns = 1026, rows = (ligature::cpu::kStreamResultBytes / 2 + columns) / columns;
+  const Tensor x = random_tensor({rows, columns}, at::kBFloat16);
+  const Results large = activation(ActivationKind::ReLU, x, x.neg());
+  const Results with_bias = bias_activation(ActivationKind::ReLU, x);
+  for (const int64_t first : {int64_t{0}, rows / 2 + 1, rows - 3}) {
+    const Tensor part = x.narrow(0, first, 3);
+    const Results small = activation(ActivationKind::ReLU, part, part.neg());
+    for (size_t i = 0; i < large.rows.size(); ++i) {
+      expect_same_bits(large.rows[i].narrow(0, first, 3).contiguous(), small.rows[i],
+                       "ReLU result " + std::to_string(i));
+    }
+    const Results small_with_bias = bias_activation(ActivationKind::ReLU, part);
+    for (size_t i = 0; i < with_bias.rows.size(); ++i) {
+      expect_same_bits(with_bias.rows[i].narrow(0, first, 3).contiguous(), small_with_bias.rows[i],
+                       "Bias and ReLU, result " + std::to_string(i));
+    }
+  }
+}
+
+// The bits of a sum that has been stored in between.
+TEST(CpuKernelTest, BiasAndActivationAreOneAfterTheOther) {
+  torch::manual_seed(6);
+  for (const at::ScalarType dtype : test_dtypes()) {
+    for (const int64_t columns : {2, 34, 258, 2050}) {
+      for (const int64_t offset : {0, 1}) {
+        const Tensor x = moved(random_tensor({37, columns}, dtype, at::kCPU, 3.0), offset);
+        const Tensor z = kernels::bias_forward(x, weight_of(x));
+        for (const ActivationKind kind : all_kinds()) {
+          const Tensor y = kernels::activation_forward(z, {.kind = kind});
+          const std::string where =
+              describe(kernels::activation_name(kind), at::kCPU, dtype, x.sizes());
+          expect_same(bias_activation(kind, x).rows, {y, z, y}, where);
+        }
+        const ActivationSpec blocks{.kind = ActivationKind::SwiGLU,
+                                    .glu_interleave_size = columns / 2};
+        expect_same_bits(kernels::bias_activation_forward(x, weight_of(x), blocks, false).y,
+                         kernels::activation_forward(z, blocks), "blocks");
+      }
+    }
+  }
+}
+
+// As torch has it: NaN goes through, and where the input is not above zero no gradient does.
+TEST(CpuKernelTest, ReluAtTheEnds) {
+  const double inf = std::numeric_limits<double>::infinity(), nan = std::nan("");
+  const Tensor values = at::tensor({-inf, -1e-40, -0.0, 0.0, 1e-40, 2.5, inf, nan, -nan, -3.0});
+  const Tensor grads = at::tensor({nan, inf, -inf, nan, inf, -inf, nan, 2.0, 3.0, inf});
+  const ActivationSpec relu{.kind = ActivationKind::ReLU};
+  for (const at::ScalarType dtype : test_dtypes()) {
+    // Once in vectors, once one by one.
+    const Tensor x = at::cat({values.repeat({32}), values}).to(dtype);
+    const Tensor dy = at::cat({grads.repeat({32}), grads}).to(dtype);
+    const Tensor wanted = at::where(x <= 0, at::zeros_like(dy), dy);
+    const auto same = [](const Tensor& a, const Tensor& b) {
+      return at::allclose(a.to(at::kDouble), b.to(at::kDouble), 0, 0, /*equal_nan=*/true);
+    };
+    EXPECT_TRUE(same(kernels::activation_forward(x, relu), at::relu(x))) << dtype;
+    EXPECT_TRUE(same(kernels::activation_backward(dy, x, relu).dx, wanted)) << dtype;
+    EXPECT_TRUE(same(kernels::activation_recompute(dy, x, relu).dx, wanted)) << dtype;
+    const Tensor sums =
+        kernels::activation_backward(dy.view({1, -1}), x.view({1, -1}), relu, {}, false, true)
+            .dbias;
+    EXPECT_TRUE(same(sums, wanted)) << dtype;
   }
 }
 

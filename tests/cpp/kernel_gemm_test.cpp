@@ -61,6 +61,23 @@ TEST(GemmTest, ForwardOverBiasAddAndAlpha) {
   });
 }
 
+// Too large for our own products in bfloat16: a bias goes into oneDNN's, to the bits of ATen's way.
+TEST(GemmTest, LargeForwardWithBiasInBFloat16) {
+  torch::manual_seed(3);
+  const Tensor x = random_tensor({3, 103, 512}, at::kBFloat16);
+  const Tensor w = random_tensor({301, 512}, at::kBFloat16);
+  const Tensor bias = random_tensor({301}, at::kBFloat16, at::kCPU, 20.0);
+  const Tensor y = kernels::linear_forward(x, w, bias);
+  ASSERT_EQ(y.sizes(), (std::vector<int64_t>{3, 103, 301}));
+  const Tensor wanted = reference(x).matmul(reference(w).t()) + reference(bias);
+  expect_close(y, wanted, at::kBFloat16, "bias", {1e-2, 1e-1});
+  expect_same_bits(y.view({-1, 301}), at::addmm(bias, x.view({-1, 512}), w.t()), "addmm");
+  const Tensor strided = random_tensor({512, 301}, at::kBFloat16).t();
+  expect_close(kernels::linear_forward(x, strided, bias),
+               reference(x).matmul(reference(strided).t()) + reference(bias), at::kBFloat16,
+               "strided", {1e-2, 1e-1});
+}
+
 TEST(GemmTest, ForwardLeavesItsArgumentsAlone) {
   for_each_case([](const Case& c, at::ScalarType) {
     const Tensor add = c.add.clone(), bias = c.bias.clone();

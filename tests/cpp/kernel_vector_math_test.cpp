@@ -119,6 +119,8 @@ TEST(VectorMathTest, SumsOfAnyLength) {
         [](int64_t i) { return static_cast<double>((i + 1) * (i + 1)); });
     EXPECT_EQ(sums.first, n * (n + 1) / 2);
     EXPECT_EQ(sums.second, n * (n + 1) * (2 * n + 1) / 6);
+    EXPECT_EQ(cpu::lane_sum<double>(n, [](int64_t i) { return static_cast<double>(i + 1); }),
+              n * (n + 1) / 2);
   }
 }
 

@@ -33,9 +33,11 @@ def test_activation_bias(activation: str, dtype: torch.dtype) -> None:
     bias = te.ops.Bias(24, dtype=dtype)
     torch.nn.init.normal_(bias.bias)
     ops = [bias, getattr(te.ops, activation)()]
-    fuser = check_equal_to_unfused(ops, make_input(5, 24, dtype=dtype), scale=4)
+    x = make_input(5, 24, dtype=dtype)
+    fuser = check_equal_to_unfused(ops, x, scale=4)
     assert backward_names(fuser) == ["BackwardActivationBias"]
-    assert forward_names(fuser) == ["Bias", activation]
+    fused = x.device.type == "cpu" and dtype != torch.float16
+    assert forward_names(fuser) == (["ForwardBiasActivation"] if fused else ["Bias", activation])
     check_indices(fuser)
 
 

@@ -30,6 +30,41 @@ def test_linear_bias_activation(activation: str, bias: bool, dtype: torch.dtype)
     check_indices(fuser)
 
 
+def test_bias_activation_options() -> None:
+    for activation in (
+        te.ops.SwiGLU(glu_interleave_size=4),
+        te.ops.ClampedSwiGLU(limit=0.3, glu_interleave_size=2),
+        te.ops.SiTUGLU(beta1=0.5),
+    ):
+        for shape in [(24,), (2, 3, 24), (0, 24)]:
+            bias = te.ops.Bias(24)
+            torch.nn.init.normal_(bias.bias)
+            fuser = check_equal_to_unfused([bias, activation], make_input(*shape))
+            fused = torch.get_default_device().type == "cpu"
+            assert (forward_names(fuser) == ["ForwardBiasActivation"]) == fused
+
+
+@pytest.mark.parametrize("activation", [GELU, te.ops.SwiGLU])
+def test_bias_activation_without_gradients(activation: type) -> None:
+    bias = te.ops.Bias(24)
+    torch.nn.init.normal_(bias.bias)
+    ops = [bias, activation()]
+    fused, plain = te.ops.OperationFuser(ops), te.ops.OperationFuser(ops, fuse=False)
+    x = make_input(5, 24)
+    with torch.no_grad():
+        assert torch.equal(fused(x), plain(x))
+    with torch.autocast(x.device.type, torch.bfloat16):
+        y = fused(x)
+        assert y.dtype is torch.bfloat16
+        assert torch.equal(y, plain(x))
+
+
+@pytest.mark.parametrize("activation", ["GELU", "SwiGLU"])
+def test_bias_activation_with_its_input_in_fp8(activation: str) -> None:
+    ops = [te.ops.Bias(24), getattr(te.ops, activation)(cache_quantized_input=True)]
+    check_equal_to_unfused(ops, make_input(5, 24))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["GELU", "SwiGLU"])
 def test_linear_bias_activation_without_gradients(activation: str, bias: bool) -> None:
@@ -150,7 +185,6 @@ def test_several_in_a_row() -> None:
 @pytest.mark.parametrize(
     "ops",
     [
-        lambda: [te.ops.Bias(24), GELU()],
         lambda: [Linear(24, 24, bias=False), te.ops.Dropout(0.0), te.ops.Bias(24)],
         lambda: [GELU(), Linear(24, 24, bias=False)],
         lambda: [Linear(24, 24, bias=False), te.ops.ConstantScale(2.0)],

@@ -122,6 +122,7 @@ def test_submodules_of_the_package() -> None:
     assert ligature.ops.basic.BasicLinear is te.ops.BasicLinear
     assert ligature.ops.fuser.OperationFuser is te.ops.OperationFuser
     for name in [
+        "ForwardBiasActivation",
         "ForwardLinearBiasActivation",
         "ForwardLinearBiasAdd",
         "ForwardLinearScaleAdd",

@@ -9,10 +9,6 @@
 namespace ligature::cpu {
 namespace {
 
-// With half as many bytes memory is no longer what an activation waits for.
-template <typename T>
-constexpr bool kStreams = sizeof(T) >= 4;
-
 void forward_into(const Tensor& y, const Tensor& x, const ActivationSpec& spec,
                   const Tensor& scales) {
   const bool in_place = y.is_same(x);
@@ -20,7 +16,7 @@ void forward_into(const Tensor& y, const Tensor& x, const ActivationSpec& spec,
       scales.defined(),
       [&](auto zero) {
         using T = decltype(zero);
-        const Output<T> y_output(y, kStreams<T> && !in_place);
+        const Output<T> y_output(y, worth_streaming<T>(spec) && !in_place);
         const bool staged = !holds<T>(x) || y_output.streams();
         const PieceWalk walk(x, spec, scales.defined(), staged ? kPiece<T> : kChunkElements);
         const ForwardPieces<T> forward(x, spec, scales, walk);
@@ -35,8 +31,8 @@ void backward_with(const ActivationBackward& result, const Tensor& dy, const Ten
                    const ActivationSpec& spec, const Tensor& scales, const Tensor& y) {
   using C = ComputeType<T>;
   const bool has_sums = result.dscales.defined() || result.dbias.defined();
-  const Output<T> dx_output(result.dx, kStreams<T> && !result.dx.is_same(x));
-  const Output<T> y_output(y, kStreams<T> && y.defined() && !y.is_alias_of(dy));
+  const Output<T> dx_output(result.dx, worth_streaming<T>(spec) && !result.dx.is_same(x));
+  const Output<T> y_output(y, worth_streaming<T>(spec) && y.defined() && !y.is_alias_of(dy));
   const bool staged = !holds<T>(x) || !holds<T>(dy) || result.dscales.defined() ||
                       scales.defined() || dx_output.streams() || y_output.streams();
   const PieceWalk walk(x, spec, has_sums || scales.defined(), staged ? kPiece<T> : kChunkElements);

@@ -20,6 +20,13 @@ constexpr int64_t kElementCost = 2;
 template <typename T>
 constexpr int64_t kPiece = kStreamPart<T>;
 
+// With half as many bytes memory is no longer what an activation waits for, unless it is a simple
+// one.
+template <typename T>
+bool worth_streaming(const ActivationSpec& spec) {
+  return sizeof(T) >= 4 || spec.kind == kernels::ActivationKind::ReLU;
+}
+
 struct Piece {
   int64_t row;
   int64_t a;  // offset of the gates (or plain inputs) in x

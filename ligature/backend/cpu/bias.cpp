@@ -6,6 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include "ligature/backend/cpu/bias_rows.h"
+#include "ligature/backend/cpu/fetch.h"
 #include "ligature/backend/cpu/row_chunks.h"
 
 namespace ligature::cpu {
@@ -14,12 +16,6 @@ namespace {
 // What a staged piece of a row holds.
 constexpr int64_t kBiasPiece = 1024;
 
-template <typename C, typename T>
-LIGATURE_SIMD void add_bias(const T* x, const C* b, T* y, int64_t n) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) y[i] = Cast<C, T>::apply(Cast<T, C>::apply(x[i]) + b[i]);
-}
-
 template <typename T>
 void forward_into(const Tensor& y, const Tensor& x, const Tensor& b) {
   using C = ComputeType<T>;
@@ -27,8 +23,10 @@ void forward_into(const Tensor& y, const Tensor& x, const Tensor& b) {
   const auto buffer = make_aligned_buffer<C>(features);
   const C* bias = Input<C>(b).read(0, features, buffer.get());
   const Input<T> input(x);
-  const Output<T> output(y);
-  const int64_t most = input.direct() ? kChunkElements : kBiasPiece;
+  const Output<T> output(y, true);
+  int64_t most = input.direct() ? kChunkElements : kBiasPiece;
+  if (output.streams()) most = kStreamPart<T>;
+  const bool fetches = output.streams() && input.direct() && sizeof(T) >= kFetchedSize;
   const int64_t piece = std::clamp<int64_t>(features, 1, most);
   const int64_t pieces_per_row = (features + piece - 1) / piece;
   const int64_t rows = x.numel() / std::max<int64_t>(features, 1);
@@ -41,9 +39,12 @@ void forward_into(const Tensor& y, const Tensor& x, const Tensor& b) {
       const int64_t at = i / pieces_per_row * features + column;
       const int64_t n = std::min(piece, features - column);
       T* result = output.place(at, y_buffer);
-      add_bias(input.read(at, n, x_buffer), bias + column, result, n);
+      const T* part = input.read(at, n, x_buffer);
+      add_bias(part, bias + column, result, n);
+      if (fetches) fetch_lines(part, piece, piece);
       output.write(at, n, result);
     }
+    stream_end();
   });
 }
 
@@ -55,9 +56,14 @@ void backward_into(const Tensor& db, const Tensor& dy, int64_t features) {
   ChunkSums<C> sums(chunks, features, true);
   const Input<T> input(dy);
   parallel_chunks(chunks, [&](int64_t chunk, int64_t first, int64_t last) {
-    const auto buffer = make_aligned_buffer<T>(features);
-    for (int64_t row = first; row < last; ++row) {
-      accumulate(input.read(row * features, features, buffer.get()), sums.chunk(chunk), features);
+    const auto buffer = make_aligned_buffer<T>(4 * features);
+    C* const chunk_sums = sums.chunk(chunk);
+    int64_t row = first;
+    for (; row + 4 <= last; row += 4) {
+      accumulate_four(input.read(row * features, 4 * features, buffer.get()), chunk_sums, features);
+    }
+    for (; row < last; ++row) {
+      accumulate(input.read(row * features, features, buffer.get()), chunk_sums, features);
     }
   });
   sums.write_total(db);

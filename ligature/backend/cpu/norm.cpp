@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "ligature/backend/cpu/fetch.h"
 #include "ligature/backend/cpu/norm_rows.h"
 #include "ligature/backend/cpu/row_chunks.h"
 
@@ -51,7 +52,7 @@ class Normalizer {
   Normalizer(const Tensor& x, const Tensor& w, const Tensor& b, bool zero_centered, int64_t n)
       : n_(n),
         gamma_(make_gamma<C>(w, zero_centered, n)),
-        beta_(make_parameter<C>(b, C(0), n)),
+        beta_(b.defined() ? make_parameter<C>(b, C(0), n) : nullptr),
         input_(x) {}
 
   /// Into `output` at `at`, from the statistics that statistics_of(row, x_row) gives. `buffer`: two
@@ -63,7 +64,9 @@ class Normalizer {
     const RowStatistics<C> s = statistics_of(row, x_row);
     for_each_part(output, n_, [&](int64_t from, int64_t n) {
       T* y_row = output.place(at + from, buffer + n_);
-      normalize_row<C>(x_row + from, s, gamma_.get() + from, beta_.get() + from, y_row, n);
+      const C* beta = beta_ ? beta_.get() + from : nullptr;
+      normalize_row<C>(x_row + from, s, gamma_.get() + from, beta, y_row, n);
+      if (output.streams() && sizeof(T) >= kFetchedSize) fetch_lines(x_row, n_ + from, n);
       output.write(at + from, n, y_row);
     });
   }

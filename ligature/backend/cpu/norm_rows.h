@@ -57,14 +57,33 @@ RowStatistics<C> row_statistics(const T* x, int64_t n, NormKind kind, C eps) {
   return plain_statistics<C>(x, n, kind.averaged ? C(n) : C(1), eps);
 }
 
-/// y = (x - mean) * rstd * gamma + beta.
 template <typename C, typename T>
-LIGATURE_SIMD void normalize_row(const T* x, RowStatistics<C> s, const C* gamma, const C* beta,
-                                 T* y, int64_t n) {
+LIGATURE_SIMD void normalize_row_with(const T* x, RowStatistics<C> s, const C* gamma, const C* beta,
+                                      T* y, int64_t n) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     const C value = (Cast<T, C>::apply(x[i]) - s.mean) * s.rstd * gamma[i] + beta[i];
     y[i] = Cast<C, T>::apply(value);
+  }
+}
+
+// A row of parameters less to be held in the nearest cache.
+template <typename C, typename T>
+LIGATURE_SIMD void normalize_row_without_beta(const T* x, RowStatistics<C> s, const C* gamma, T* y,
+                                              int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    y[i] = Cast<C, T>::apply((Cast<T, C>::apply(x[i]) - s.mean) * s.rstd * gamma[i]);
+  }
+}
+
+/// y = (x - mean) * rstd * gamma + beta; beta may be null.
+template <typename C, typename T>
+void normalize_row(const T* x, RowStatistics<C> s, const C* gamma, const C* beta, T* y, int64_t n) {
+  if (beta != nullptr) {
+    normalize_row_with<C>(x, s, gamma, beta, y, n);
+  } else {
+    normalize_row_without_beta<C>(x, s, gamma, y, n);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "ligature/backend/cpu/cast.h"
@@ -160,8 +161,25 @@ LIGATURE_SIMD void decode_e8m0_scales(const uint8_t* codes, int64_t n, float* sc
   for (int64_t i = 0; i < n; ++i) scales[i] = decode_e8m0(codes[i]);
 }
 
-LIGATURE_SIMD void decode_e4m3_scales(const uint8_t* codes, int64_t n, float* scales) {
-  for (int64_t i = 0; i < n; ++i) scales[i] = decode_fp8<Element::E4M3>(codes[i]);
+// A row has few of them, too few for vectors. Tells what rounding_of(scales, n, true) does.
+Rounding decode_e4m3_scales(const uint8_t* codes, int64_t n, float* scales) {
+  static const auto values = [] {
+    std::array<float, 256> all{};
+    for (int code = 0; code < 256; ++code) {
+      all[code] = decode_fp8<Element::E4M3>(static_cast<uint8_t>(code));
+    }
+    return all;
+  }();
+  uint8_t least = 0xff, largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint8_t magnitude = codes[i] & 0x7f;
+    least = std::min(least, magnitude);
+    largest = std::max(largest, magnitude);
+  }
+  const float* const value = values.data();
+  for (int64_t i = 0; i < n; ++i) scales[i] = value[codes[i]];
+  if (largest == 0x7f) return Rounding::Any;
+  return least == 0 ? Rounding::Finite : Rounding::None;
 }
 
 template <typename T>
@@ -200,10 +218,10 @@ class Decoding {
       default:
         break;
     }
-    decode_e4m3_scales(static_cast<const uint8_t*>(scale_) + at, blocks, factors);
+    Rounding rounding =
+        decode_e4m3_scales(static_cast<const uint8_t*>(scale_) + at, blocks, factors);
     const float upper = operand_ ? 1.0f : nv_upper(amax_[format_.row_scaled ? r : 0], format_);
     data += column / 2;
-    Rounding rounding = rounding_of(factors, blocks, operand_);
     if (!operand_ && rounding == Rounding::None) rounding = Rounding::Finite;  // by `upper`
     switch (rounding) {
       case Rounding::Any:

@@ -14,7 +14,7 @@ namespace ligature::cpu {
 constexpr int64_t kStreamBytes = int64_t{8} << 20;
 /// The same for kernels that read as much as they write: of what is smaller, a part may still be in
 /// the last cache when it is read again.
-constexpr int64_t kStreamResultBytes = int64_t{32} << 20;
+constexpr int64_t kStreamResultBytes = int64_t{16} << 20;
 
 /// As memcpy, past the caches but for the ends of lines.
 void stream_copy(uint8_t* to, const uint8_t* from, int64_t n);

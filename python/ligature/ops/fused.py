@@ -19,6 +19,7 @@ __all__ = [
     "BackwardLinearBias",
     "BackwardLinearScale",
     "DenseMLP",
+    "ForwardBiasActivation",
     "ForwardLinearBiasActivation",
     "ForwardLinearBiasAdd",
     "ForwardLinearScaleAdd",
@@ -56,6 +57,10 @@ class _BuiltinFused(FusedOperation):
     ) -> tuple[torch.Tensor | None, list[Tensors], list[Tensors]]:
         """The backward pass, for one that has it."""
         return _C.fuser_backward(self._op, basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
+
+
+class ForwardBiasActivation(_BuiltinFused):
+    """Forward of bias and activation, in one pass over memory where the device has a kernel."""
 
 
 class ForwardLinearBiasActivation(_BuiltinFused):
