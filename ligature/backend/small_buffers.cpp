@@ -46,7 +46,7 @@ Tensor take_small(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType
   ++run->count_;
   if (!run->memory_.defined()) {
     const int64_t expected = run->bytes_;
-    if (expected < rounded) return {};
+    if (expected == 0 || expected < rounded) return {};
     run->memory_ = allocate({expected}, at::kByte, device);
   }
   const Tensor& memory = run->memory_;
