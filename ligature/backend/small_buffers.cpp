@@ -1,5 +1,6 @@
 #include "ligature/backend/small_buffers.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/TensorImpl.h>
 
@@ -11,6 +12,12 @@ namespace {
 
 thread_local SmallBufferRun* current_run = nullptr;
 
+/// On the CPU without the way through the dispatcher.
+Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
+  if (device.is_cpu()) return at::detail::empty_cpu(sizes, dtype);
+  return at::empty(sizes, at::TensorOptions(dtype).device(device));
+}
+
 }  // namespace
 
 SmallBufferRun::SmallBufferRun(SmallBytes& bytes)
@@ -19,9 +26,7 @@ SmallBufferRun::SmallBufferRun(SmallBytes& bytes)
 SmallBufferRun::~SmallBufferRun() {
   current_run = outer_;
   const int64_t bytes = count_ > 1 ? wanted_ : 0;
-  if (bytes_.load(std::memory_order_relaxed) != bytes) {
-    bytes_.store(bytes, std::memory_order_relaxed);
-  }
+  if (bytes_ != bytes) bytes_.set(bytes);
 }
 
 OwnBuffers::OwnBuffers() : paused_(std::exchange(current_run, nullptr)) {}
@@ -40,9 +45,9 @@ Tensor take_small(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType
   run->wanted_ += rounded;
   ++run->count_;
   if (!run->memory_.defined()) {
-    const int64_t expected = run->bytes_.load(std::memory_order_relaxed);
-    if (expected < rounded) return {};
-    run->memory_ = at::empty({expected}, at::TensorOptions(at::kByte).device(device));
+    const int64_t expected = run->bytes_;
+    if (expected == 0 || expected < rounded) return {};
+    run->memory_ = allocate({expected}, at::kByte, device);
   }
   const Tensor& memory = run->memory_;
   if (run->used_ + rounded > memory.numel() || memory.device() != device) return {};
@@ -60,8 +65,9 @@ Tensor take_small(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType
 }
 
 Tensor empty_small(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  Tensor made = take_small(sizes, {}, c10::typeMetaToScalarType(options.dtype()), options.device());
-  return made.defined() ? made : at::empty(sizes, options);
+  const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
+  Tensor made = take_small(sizes, {}, dtype, options.device());
+  return made.defined() ? made : allocate(sizes, dtype, options.device());
 }
 
 }  // namespace ligature

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -57,15 +56,14 @@ class StepScope {
       own_.emplace();
     }
     if (kind.guest) return;
-    below_autograd_.emplace();
-    no_autocast_.emplace(c10::autocast_dispatch_keyset);
+    below_.emplace(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                   c10::autocast_dispatch_keyset);
   }
 
  private:
   std::optional<cuda::LaunchPause> launched_;
   std::optional<OwnBuffers> own_;
-  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd_;
-  std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast_;
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> below_;
 };
 
 }  // namespace ligature

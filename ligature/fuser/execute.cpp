@@ -197,7 +197,8 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
                                    std::move(call.trace));
   node->set_next_edges(std::move(edges));
 
-  std::vector<Tensor> wrapped = outputs;
+  const std::vector<Tensor> several = outputs.size() > 1 ? outputs : std::vector<Tensor>();
+  const std::vector<Tensor>& made = outputs.size() > 1 ? several : outputs;
   for (size_t k = 0; k < outputs.size(); ++k) {
     const bool differentiable = (k == 0 || producers[k] >= grads.first_backward_op) &&
                                 torch::autograd::isDifferentiableType(outputs[k].scalar_type());
@@ -207,8 +208,8 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
     if (written != overwritten.end()) {
       rebase_overwritten(*written, {node, node->add_input_metadata(outputs[k])});
     } else {
-      wrapped[k] = own_output(k, outputs, inputs);
-      torch::autograd::set_history(wrapped[k], node);
+      outputs[k] = own_output(k, made, inputs);
+      torch::autograd::set_history(outputs[k], node);
     }
   }
   for (const Overwritten& item : overwritten) {
@@ -216,9 +217,9 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
                                       [&](const Tensor& y) { return y.is_same(item.tensor); });
     if (!returned) rebase_overwritten(item, {});
   }
-  node->remember_extra_outputs(run.extra_outputs());
-  node->save(wrapped, run.versions());
-  return wrapped;
+  if (plan->has_extras) node->remember_extra_outputs(run.extra_outputs());
+  node->save(outputs, run.versions());
+  return outputs;
 }
 
 }  // namespace ligature

@@ -123,7 +123,11 @@ void FuserNode::unpack(size_t op) {
       Saved& saved = saved_[k];
       if (saved.unpacked.defined()) continue;
       std::optional<cuda::LaunchPause> launched;
-      if (saved.variable.has_hooks()) launched.emplace();
+      std::optional<OwnBuffers> own;
+      if (saved.variable.has_hooks()) {
+        launched.emplace();
+        own.emplace();
+      }
       saved.unpacked = saved.variable.unpack(getptr());
     }
     if (slot.first == Wiring::kNone) {

@@ -48,7 +48,7 @@ struct Plan {
   bool has_extras = false;  ///< there are extra inputs or outputs, the caller's or on channels
   bool fuse = true;         ///< false: fusing was switched off
   /// What the small buffers of a run take.
-  mutable SmallBytes forward_bytes{0}, backward_bytes{0};
+  mutable SmallBytes forward_bytes, backward_bytes;
 };
 
 /// Runs the three passes. Each registered fusion is applied once per pass; after each pass the

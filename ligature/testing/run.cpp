@@ -46,7 +46,7 @@ namespace {
 std::vector<PlanStep> to_steps(const OpList& ops, size_t first = 0) {
   std::vector<PlanStep> steps;
   for (const auto& op : ops) {
-    steps.push_back({op, first, op->basic_ops().size()});
+    steps.push_back({op, first, op->basic_ops().size(), StepKind(*op)});
     first += steps.back().count;
   }
   return steps;
@@ -111,6 +111,9 @@ std::shared_ptr<const Plan> Plans::get(size_t first_backward_op) {
   auto plan = std::make_shared<Plan>();
   plan->basic_ops = subject_.ops;
   plan->wiring = wiring_;
+  for (size_t i = 0; i < wiring_->inputs.size(); ++i) {
+    plan->has_extras |= !wiring_->inputs[i].empty() || !wiring_->outputs[i].empty();
+  }
   plan->first_backward_op = first_backward_op;
   plan->options = options_;
   plan->options.requires_grad = first_backward_op < subject_.ops.size();
