@@ -59,8 +59,6 @@ inline std::vector<Chain> one_direction_chains(at::ScalarType dtype) {
       {"ForwardLinearBiasActivation", Pass::Forward, {linear(), GELU().ptr()}, {x(), {}}},
       {"ForwardLinearBiasActivation", Pass::Forward, {linear(), bias(), SReLU().ptr()}, {x(), {}}},
       {"ForwardLinearBiasActivation", Pass::Forward, {linear(), bias(), SwiGLU().ptr()}, {x(), {}}},
-      {"ForwardBiasActivation", Pass::Forward, {make_bias(n, dtype), GELU().ptr()}, {x(), {}}},
-      {"ForwardBiasActivation", Pass::Forward, {make_bias(n, dtype), SwiGLU().ptr()}, {x(), {}}},
       {"ForwardLinearBiasAdd", Pass::Forward, {linear(), make_join()}, {x(), {skip()}}},
       {"ForwardLinearBiasAdd", Pass::Forward, {linear(), bias(), make_join()}, {x(), {skip()}}},
       {"ForwardLinearScaleAdd", Pass::Forward, {linear(), scale, make_join()}, {x(), {skip()}}},
@@ -77,6 +75,12 @@ inline std::vector<Chain> one_direction_chains(at::ScalarType dtype) {
        Pass::Backward,
        {make_fork(true), make_norm<RMSNorm>(n, dtype)},
        {x(), {}}}};
+  if (on_device().device().is_cpu()) {  // elsewhere it does not pay
+    for (const OpPtr& activation : {GELU().ptr(), SwiGLU().ptr()}) {
+      chains.push_back(
+          {"ForwardBiasActivation", Pass::Forward, {make_bias(n, dtype), activation}, {x(), {}}});
+    }
+  }
   for (const Chain& chain : chains) randomize_parameters(chain.ops);
   return chains;
 }
