@@ -237,13 +237,12 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
     const InputAgain again(ctx, saved.saved_tensor(kScale1));
     Value h;
     if (needs(fc1_.at).param(0)) {
-      const auto dtype = ctx.state.get<at::ScalarType>("dtype");
       h = norm_->apply(prepare(saved.saved_value(kX)), saved.saved_tensor(kMean),
                        saved.saved_tensor(kRstd), saved.saved_tensor(kNormWeight),
                        saved.saved_tensor(kNormBias),
                        norm_->saved_zero_centered_gamma(*ctxs[norm_.at]),
-                       ctx.state.get_or("input_dtype", dtype));
-      h = quantize_to(h, again.target(), dtype);
+                       ctx.state.get<at::ScalarType>("input_dtype"));
+      h = quantize_to(h, again.target(), ctx.state.get<at::ScalarType>("dtype"));
     }
     LinearBwdArgs args = fc1_->backward_args(ctx, std::exchange(dz, {}), std::exchange(h, {}),
                                              saved.saved_value(kW1));

@@ -184,10 +184,9 @@ void BasicLinearImpl::save_ctx(OperationContext& ctx, const Value& x, at::Scalar
   if (!saved_x.defined()) saved_x = x;
   if (!saved_w.defined() && needs.input) saved_w = args.params[0];
   ctx.save_for_backward({std::move(saved_x), std::move(saved_w)});
-  const at::ScalarType dtype = compute_dtype(args), weight_dtype = args.params[0].scalar_type();
-  ctx.state.set("dtype", dtype);
-  if (input_dtype != dtype) ctx.state.set("input_dtype", input_dtype);
-  if (weight_dtype != dtype) ctx.state.set("weight_dtype", weight_dtype);
+  ctx.state.set("input_dtype", input_dtype);
+  ctx.state.set("weight_dtype", args.params[0].scalar_type());
+  ctx.state.set("dtype", compute_dtype(args));
   if (args.calibrating) ctx.state.set("calibrating", true);
   if (options.accumulate_into_main_grad && needs.param(0)) {
     ctx.parameter_references.push_back(args.params[0]);
