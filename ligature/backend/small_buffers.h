@@ -8,26 +8,11 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
+#include "ligature/small_bytes.h"
 
 namespace ligature {
 
 using at::Tensor;
-
-/// Bytes that the last run took; none where one allocation would not save another.
-class SmallBytes {
- public:
-  SmallBytes() = default;
-  explicit SmallBytes(int64_t bytes) : bytes_(bytes) {}
-  SmallBytes(const SmallBytes&) {}  // what is copied has not run yet
-  SmallBytes& operator=(const SmallBytes&) = delete;
-
-  operator int64_t() const { return bytes_.load(std::memory_order_relaxed); }  // NOLINT
-  void set(int64_t bytes) { bytes_.store(bytes, std::memory_order_relaxed); }
-
- private:
-  std::atomic<int64_t> bytes_{0};
-};
 
 class SmallBufferRun {
  public:

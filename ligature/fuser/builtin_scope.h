@@ -8,12 +8,10 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <optional>
-#include <string_view>
-#include <typeinfo>
 
 #include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/backend/small_buffers.h"
-#include "ligature/operation.h"
+#include "ligature/fuser/plan.h"
 
 namespace ligature {
 
@@ -25,17 +23,6 @@ inline std::optional<at::ScalarType> autocast_dtype(const at::Device& device) {
   }
   return at::autocast::get_autocast_dtype(type);
 }
-
-/// What a step depends on besides its operation, looked up once.
-struct StepKind {
-  bool guest = false;
-  bool ours = false;  ///< all its kernels are Ligature's own or ATen's; a user's may launch others
-
-  StepKind() = default;
-  explicit StepKind(const FusibleOperation& op)
-      : guest(op.is_guest()),
-        ours(!guest && std::string_view(typeid(op).name()).starts_with("N8ligature")) {}
-};
 
 /// A step's held launches may be all that still use a value by the time they go out.
 inline void hold(const Value& value) {

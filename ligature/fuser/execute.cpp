@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "ligature/backend/small_buffers.h"
 #include "ligature/fuser/forward_run.h"
 #include "ligature/fuser/node.h"
 #include "ligature/fuser/node_ptr.h"

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "ligature/backend/cuda/launch_scope.h"
+#include "ligature/backend/small_buffers.h"
 #include "ligature/fuser/node_ptr.h"
 
 namespace ligature {

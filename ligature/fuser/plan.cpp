@@ -1,8 +1,15 @@
 #include "ligature/fuser/plan.h"
 
 #include <algorithm>
+#include <string_view>
+#include <typeinfo>
 
 namespace ligature {
+
+StepKind::StepKind(const FusibleOperation& op)
+    : guest(op.is_guest()),
+      ours(!guest && std::string_view(typeid(op).name()).starts_with("N8ligature")) {}
+
 namespace {
 
 OpList apply_fusion(const Fusion& fusion, const OpList& ops, const PlanOptions& options,

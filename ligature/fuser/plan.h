@@ -5,17 +5,25 @@
 #include <string>
 #include <vector>
 
-#include "ligature/backend/small_buffers.h"
-#include "ligature/fuser/builtin_scope.h"
 #include "ligature/fuser/match.h"
 #include "ligature/fuser/registry.h"
 #include "ligature/fuser/wiring.h"
+#include "ligature/small_bytes.h"
 
 namespace ligature {
 
 /// Flags of every basic operation. Lists that a call makes of its operations have room for those of
 /// a usual pipeline in themselves.
 using GradFlagList = c10::SmallVector<GradFlags, 6>;
+
+/// What running a step depends on besides its operation, looked up once.
+struct StepKind {
+  bool guest = false;
+  bool ours = false;  ///< all its kernels are Ligature's own or ATen's; a user's may launch others
+
+  StepKind() = default;
+  explicit StepKind(const FusibleOperation& op);
+};
 
 /// One call in a plan: an operation and the run of basic operations it covers.
 struct PlanStep {
