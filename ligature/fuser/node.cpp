@@ -97,7 +97,8 @@ void FuserNode::release_variables() {
 
 bool FuserNode::let_go(const OperationContext& ctx, size_t i, bool& internal) {
   const size_t op = &ctx - contexts_->all.data();
-  const Slot& slot = slots(op)[i];
+  const at::ArrayRef<Slot> own = slots(op);
+  const Slot& slot = own[i];
   if (keep_graph_ || slot.first == Wiring::kNone) return false;
   internal = slot.shell == nullptr && saved_[slot.first].internal;
   for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
