@@ -76,7 +76,7 @@ inline std::vector<Chain> one_direction_chains(at::ScalarType dtype) {
        {make_fork(true), make_norm<RMSNorm>(n, dtype)},
        {x(), {}}}};
   if (on_device().device().is_cpu()) {  // elsewhere it does not pay
-    for (const OpPtr& activation : {GELU().ptr(), SwiGLU().ptr()}) {
+    for (const OpPtr& activation : std::initializer_list<OpPtr>{GELU().ptr(), SwiGLU().ptr()}) {
       chains.push_back(
           {"ForwardBiasActivation", Pass::Forward, {make_bias(n, dtype), activation}, {x(), {}}});
     }
