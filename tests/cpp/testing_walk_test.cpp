@@ -33,7 +33,7 @@ BasicOpPtr op_of(const std::string& name) {
 CheckOptions walk_options() {
   CheckOptions options;
   options.device = on_device().device();
-  options.max_patterns = options.device.is_cpu() ? 20 : 8;  // a GPU waits for each result
+  options.max_patterns = options.device->is_cpu() ? 20 : 8;  // a GPU waits for each result
   return options;
 }
 
