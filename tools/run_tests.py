@@ -10,6 +10,7 @@ at the end, shortened; whole logs are in the folder of --logs.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -127,7 +128,15 @@ def python_units(jobs: int, gpu: bool, ignored: list[str], arguments: list[str])
     files = [f for f in sorted((ROOT / "tests/python").glob("test_*.py")) if f.name not in ignored]
     costs = {file: known[file.name] or OTHERS for file in files}
     share = max(10.0, sum(costs.values()) / jobs / 4)
-    plain = ["-q", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=240"]
+    plain = [
+        "-q",
+        "--durations=4",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "faulthandler_timeout=240",
+    ]
     plain += arguments
     units: list[Unit] = []
     together: list[Path] = []
@@ -195,6 +204,8 @@ def run_all(units: list[Unit], jobs: int, threads: int, logs: Path, limit: float
         while waiting and len(running) < jobs:
             unit = waiting.pop(0)
             unit.log = logs / (unit.name.replace(" ", "_").replace("+", "p") + ".log")
+            if not unit.name.startswith("test_"):
+                unit.env["GTEST_OUTPUT"] = f"json:{unit.log.with_suffix('.json')}"
             with open(unit.log, "wb") as out:
                 unit.process = subprocess.Popen(
                     unit.command,
@@ -247,6 +258,18 @@ def failure_text(unit: Unit, size: int) -> str:
     return text[-size:]
 
 
+def cpp_seconds(unit: Unit) -> dict[str, float]:
+    """Of each C++ test, where its process came to its end."""
+    told = unit.log.with_suffix(".json")
+    if unit.name.startswith("test_") or not told.is_file():
+        return {}
+    return {
+        f"{test['classname']}.{test['name']}": float(test["time"].rstrip("s"))
+        for suite in json.loads(told.read_text())["testsuites"]
+        for test in suite["testsuite"]
+    }
+
+
 def report(units: list[Unit], began: float) -> int:
     counts: Counter[str] = Counter()
     for unit in units:
@@ -266,6 +289,9 @@ def report(units: list[Unit], began: float) -> int:
         print(failure_text(unit, SHOWN // len(failed)))
     longest = sorted(units, key=lambda unit: -unit.seconds)[:6]
     print("longest: " + ", ".join(f"{unit.name} {unit.seconds:.0f} s" for unit in longest))
+    tests = [item for unit in units for item in cpp_seconds(unit).items()]
+    for name, seconds in sorted(tests, key=lambda item: -item[1])[:6]:
+        print(f"{seconds:9.1f} s {name}")
     told = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
     print(f"{told}; {time.monotonic() - began:.0f} s in {len(units)} processes")
     return 1 if failed else 0

@@ -13,17 +13,19 @@ namespace {
 
 constexpr int64_t kAlignment = SmallBufferRun::kAlignment;
 
+/// As tensors name it: with a number, where it has one.
+at::Device place() { return at::empty({0}, on_device()).device(); }
+
 const void* memory_of(const Tensor& t) { return t.storage().unsafeGetStorageImpl(); }
 
 Tensors take(const std::vector<std::vector<int64_t>>& shapes, at::ScalarType dtype = at::kFloat) {
   Tensors out;
-  for (const auto& shape : shapes)
-    out.push_back(take_small(shape, {}, dtype, on_device().device()));
+  for (const auto& shape : shapes) out.push_back(take_small(shape, {}, dtype, place()));
   return out;
 }
 
 TEST(SmallBuffers, ThereAreNoneOutsideOfARun) {
-  EXPECT_FALSE(take_small({4}, {}, at::kFloat, on_device().device()).defined());
+  EXPECT_FALSE(take_small({4}, {}, at::kFloat, place()).defined());
   EXPECT_EQ(empty_small({4}, on_device()).storage().nbytes(), 16);
 }
 
@@ -56,7 +58,7 @@ TEST(SmallBuffers, TheSecondRunHasOneAllocationAndNoTwoOverlap) {
 TEST(SmallBuffers, StridesAndDtypesAreThoseAskedFor) {
   SmallBytes bytes{4096};
   const SmallBufferRun run(bytes);
-  const at::Device device = on_device().device();
+  const at::Device device = place();
   const Tensor before = take_small({7}, {}, at::kByte, device);
   const Tensor turned = take_small({5, 3}, {1, 5}, at::kFloat, device);
   const Tensor wide = take_small({4}, {}, at::kDouble, device);
