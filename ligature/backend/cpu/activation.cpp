@@ -1,10 +1,8 @@
 // The activations of the CPU backend over tensors in memory.
 #include "ligature/backend/cpu/activation.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-
 #include "ligature/backend/cpu/activation_pieces.h"
+#include "ligature/backend/cpu/new_tensor.h"
 
 namespace ligature::cpu {
 namespace {
@@ -70,7 +68,7 @@ void backward_into(const ActivationBackward& result, const Tensor& dy, const Ten
 Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
   at::DimVector shape(x.sizes());
   if (kernels::is_gated(spec.kind)) shape.back() /= 2;
-  Tensor y = at::empty(shape, x.options());
+  Tensor y = new_tensor(shape, x.scalar_type());
   forward_into(y, x, spec, scales);
   return y;
 }
@@ -84,9 +82,9 @@ ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        const ActivationSpec& spec, const Tensor& scales,
                                        bool need_dscales, bool need_dbias, bool over_x) {
   ActivationBackward result;
-  result.dx = over_x ? x : at::empty_like(x);
-  if (need_dscales) result.dscales = at::empty_like(scales);
-  if (need_dbias) result.dbias = at::empty({x.size(-1)}, x.options());
+  result.dx = over_x ? x : new_like(x);
+  if (need_dscales) result.dscales = new_like(scales);
+  if (need_dbias) result.dbias = new_tensor({x.size(-1)}, x.scalar_type());
   backward_into(result, dy, x, spec, scales, {});
   return result;
 }
@@ -97,10 +95,11 @@ ActivationRecompute activation_recompute(const Tensor& dy, const Tensor& x,
   at::DimVector shape(x.sizes());
   if (kernels::is_gated(spec.kind)) shape.back() /= 2;
   ActivationBackward grads;
-  grads.dx = over_x ? x : at::empty_like(x);
-  if (need_dbias) grads.dbias = at::empty({x.size(-1)}, x.options());
-  const Tensor y = over_dy && dy.scalar_type() == x.scalar_type() ? dy.view(shape)
-                                                                  : at::empty(shape, x.options());
+  grads.dx = over_x ? x : new_like(x);
+  if (need_dbias) grads.dbias = new_tensor({x.size(-1)}, x.scalar_type());
+  const Tensor y = over_dy && dy.scalar_type() == x.scalar_type()
+                       ? dy.view(shape)
+                       : new_tensor(shape, x.scalar_type());
   backward_into(grads, dy, x, spec, {}, y);
   return {y, std::move(grads.dx), std::move(grads.dbias)};
 }

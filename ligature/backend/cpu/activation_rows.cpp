@@ -1,9 +1,8 @@
 // The activations of the CPU backend as rows that are computed when they are asked for.
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include "ligature/backend/cpu/activation.h"
 #include "ligature/backend/cpu/activation_pieces.h"
+#include "ligature/backend/cpu/new_tensor.h"
 
 namespace ligature::cpu {
 namespace {
@@ -64,8 +63,8 @@ class BackwardSource : public ActivationBackwardRows {
     rows = pieces_.rows;
     columns = x.size(-1);
     dtype = source_dtype(x);
-    if (need_dscales) dscales = at::empty_like(scales);
-    if (need_dbias) dbias = at::empty({columns}, x.options());
+    if (need_dscales) dscales = new_like(scales);
+    if (need_dbias) dbias = new_tensor({columns}, x.scalar_type());
   }
 
   std::unique_ptr<RowSource::Walk> walk(int64_t first, int64_t last, bool again) override {

@@ -3,11 +3,10 @@
 #include "ligature/backend/cpu/bias.h"
 
 #include <ATen/ops/add.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include "ligature/backend/cpu/bias_rows.h"
 #include "ligature/backend/cpu/fetch.h"
+#include "ligature/backend/cpu/new_tensor.h"
 #include "ligature/backend/cpu/row_chunks.h"
 
 namespace ligature::cpu {
@@ -73,13 +72,13 @@ void backward_into(const Tensor& db, const Tensor& dy, int64_t features) {
 
 Tensor bias_forward(const Tensor& x, const Tensor& b) {
   if (x.scalar_type() != b.scalar_type()) return at::add(x, b).to(x.scalar_type());
-  Tensor y = at::empty_like(x);
+  Tensor y = new_like(x);
   dispatch_elements([&](auto zero) { forward_into<decltype(zero)>(y, x, b); }, x.scalar_type());
   return y;
 }
 
 Tensor bias_backward(const Tensor& dy, int64_t features) {
-  Tensor db = at::empty({features}, dy.options());
+  Tensor db = new_tensor({features}, dy.scalar_type());
   dispatch_elements([&](auto zero) { backward_into<decltype(zero)>(db, dy, features); },
                     dy.scalar_type());
   return db;

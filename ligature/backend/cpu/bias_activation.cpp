@@ -2,11 +2,9 @@
 // when the activation reads it.
 #include "ligature/backend/cpu/bias_activation.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-
 #include "ligature/backend/cpu/activation_pieces.h"
 #include "ligature/backend/cpu/bias_rows.h"
+#include "ligature/backend/cpu/new_tensor.h"
 
 namespace ligature::cpu {
 namespace {
@@ -51,8 +49,8 @@ kernels::BiasActivation bias_activation_forward(const Tensor& x, const Tensor& b
                                                 const ActivationSpec& spec, bool need_z) {
   at::DimVector shape(x.sizes());
   if (kernels::is_gated(spec.kind)) shape.back() /= 2;
-  kernels::BiasActivation result{at::empty(shape, x.options()),
-                                 need_z ? at::empty_like(x) : Tensor()};
+  kernels::BiasActivation result{new_tensor(shape, x.scalar_type()),
+                                 need_z ? new_like(x) : Tensor()};
   dispatch_elements(
       [&](auto zero) { forward_into<decltype(zero)>(result.y, result.z, x, b, spec); },
       x.scalar_type());

@@ -3,11 +3,10 @@
 #include "ligature/backend/cpu/dropout.h"
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <mutex>
 
+#include "ligature/backend/cpu/new_tensor.h"
 #include "ligature/backend/cpu/philox.h"
 #include "ligature/backend/cpu/row_chunks.h"
 
@@ -71,7 +70,7 @@ void parallel_blocks(int64_t count, const F& f) {
 
 DropoutForward dropout_forward(const Tensor& x_, double p) {
   const Tensor x = x_.contiguous();
-  DropoutForward result{at::empty_like(x), at::empty(x.sizes(), x.options().dtype(at::kBool))};
+  DropoutForward result{new_like(x), new_tensor(x.sizes(), at::kBool)};
   const uint64_t seed = draw_seed();
   const double words_below = p * 4294967296.0;
   const auto bound = static_cast<uint32_t>(std::min(words_below, 4294967295.0));
@@ -98,7 +97,7 @@ DropoutForward dropout_forward(const Tensor& x_, double p) {
 
 Tensor dropout_backward(const Tensor& dy_, const Tensor& mask_, double p) {
   const Tensor dy = dy_.contiguous(), mask = mask_.contiguous();
-  Tensor dx = at::empty_like(dy);
+  Tensor dx = new_like(dy);
   const auto* const kept = static_cast<const uint8_t*>(mask.const_data_ptr());
   dispatch_elements(
       [&](auto zero) {

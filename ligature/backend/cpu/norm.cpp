@@ -2,12 +2,10 @@
 // Parameters are turned into gamma and beta of the compute type once per call.
 #include "ligature/backend/cpu/norm.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-
 #include <utility>
 
 #include "ligature/backend/cpu/fetch.h"
+#include "ligature/backend/cpu/new_tensor.h"
 #include "ligature/backend/cpu/norm_rows.h"
 #include "ligature/backend/cpu/row_chunks.h"
 
@@ -33,7 +31,7 @@ AlignedBuffer<C> make_gamma(const Tensor& w, bool zero_centered, int64_t n) {
 }
 
 Tensor make_statistic(const Tensor& x, int64_t rows) {
-  return at::empty({rows}, x.options().dtype(compute_dtype(x.scalar_type())));
+  return new_tensor({rows}, compute_dtype(x.scalar_type()));
 }
 
 // Calls f(at, n) for the parts of a row: the whole, or what is written past the caches at a time.
@@ -81,7 +79,7 @@ class Normalizer {
 template <typename T, typename StatisticsOf>
 Tensor normalize(const Tensor& x, const Tensor& w, const Tensor& b, bool zero_centered, int64_t n,
                  at::ScalarType out_dtype, const StatisticsOf& statistics_of) {
-  Tensor y = at::empty(x.sizes(), x.options().dtype(out_dtype));
+  Tensor y = new_tensor(x.sizes(), out_dtype);
   const int64_t rows = n > 0 ? x.numel() / n : 0;
   const Normalizer<T> normalizer(x, w, b, zero_centered, n);
   const Output<T> output(y, true);
@@ -275,9 +273,9 @@ NormBackward norm_backward(const Tensor& dy, const Tensor& x, const Tensor& mean
                            const Tensor& rstd, const Tensor& w, bool zero_centered,
                            const Tensor& add, int64_t n, NormKind kind, Needs needs) {
   NormBackward result;
-  if (needs.dx) result.dx = at::empty_like(x);
-  if (needs.dw) result.dw = at::empty_like(w);
-  if (needs.db) result.db = at::empty_like(w);
+  if (needs.dx) result.dx = new_like(x);
+  if (needs.dw) result.dw = new_like(w);
+  if (needs.db) result.db = new_like(w);
   dispatch_elements(
       [&](auto zero) {
         backward_into<decltype(zero)>(result, dy, x, mean, rstd, w, zero_centered, add, n, kind);
