@@ -4,7 +4,6 @@
 #include "ligature/kernels/gemm.h"
 
 #include <ATen/Context.h>
-#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
@@ -12,6 +11,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include "ligature/backend/cpu/new_tensor.h"
 #include "ligature/backend/cpu/product.h"
 #include "ligature/backend/cuda/gemm.h"
 #include "ligature/check.h"
@@ -138,7 +138,7 @@ class Maker {
 };
 
 Tensor empty_like(const Tensor& x, at::IntArrayRef shape) {
-  if (x.is_cpu()) return at::detail::empty_cpu(shape, x.scalar_type());
+  if (x.is_cpu()) return cpu::new_tensor(shape, x.scalar_type());
   return at::empty(shape, x.options());
 }
 
