@@ -112,7 +112,7 @@ FuserForwardResult DenseMLP::fuser_forward_compute(const Value& input, ArgsList 
   {
     const LinearFwdArgs fwd = linear_args(fc1_, bias1_, norm.y, args);
     if (runs_gated_forward(fwd, spec, to_fc2)) {
-      auto both = kernels::linear_gated_forward(fwd.x.tensor(), fwd.w.tensor(), spec);
+      LinearActivation both = gated_forward(fwd, spec, to_fc2, keep_z);
       z = std::move(both.z);
       a = std::move(both.a);
     } else if (const bool relu = spec.kind == kernels::ActivationKind::ReLU;

@@ -2,7 +2,6 @@
 
 #include "ligature/fused/pieces.h"
 #include "ligature/kernels/activated_linear.h"
-#include "ligature/kernels/gated_linear.h"
 
 namespace ligature {
 
@@ -26,7 +25,7 @@ FuserForwardResult ForwardLinearBiasActivation::fuser_forward_compute(const Valu
   const bool keep_z = args.back().requires_grad.op;
   Tensor z, mask;
   if (runs_gated_forward(fwd, spec, target)) {
-    auto both = kernels::linear_gated_forward(fwd.x.tensor(), fwd.w.tensor(), spec);
+    LinearActivation both = gated_forward(fwd, spec, target, keep_z);
     z = std::move(both.z);
     result.output = std::move(both.a);
   } else if (runs_activated_forward(fwd, spec, target, keep_z)) {

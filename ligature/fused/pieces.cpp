@@ -53,8 +53,25 @@ bool is_plain_product(const LinearBwdArgs& args) {
 
 bool runs_gated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
                         const Target& target) {
-  return !target && is_plain_product(fwd) && !fwd.bias.defined() &&
+  if (fwd.bias.defined()) return false;
+  if (target) {
+    return runs_quantized_gated(fwd.x, fwd.w, fwd.product(), spec, target.quantizer->format_tag());
+  }
+  return is_plain_product(fwd) &&
          kernels::runs_gated_linear(fwd.x.tensor(), fwd.w.tensor(), spec, false);
+}
+
+LinearActivation gated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
+                               const Target& target, bool need_z) {
+  if (!target) {
+    auto both = kernels::linear_gated_forward(fwd.x.tensor(), fwd.w.tensor(), spec);
+    return {std::move(both.z), std::move(both.a)};
+  }
+  GatedProduct both = quantized_linear_gated_forward(fwd.x, fwd.w, fwd.product(), spec,
+                                                     target.args(fwd.x.device()), need_z);
+  at::DimVector sizes(fwd.x.sizes());
+  sizes.back() = fwd.w.sizes()[0] / 2;
+  return {std::move(both.z), target.quantizer->assemble(std::move(both.a), sizes, fwd.dtype)};
 }
 
 bool runs_activated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,

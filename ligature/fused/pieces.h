@@ -22,9 +22,18 @@ LinearFwdArgs linear_bias_args(const BasicLinearImpl& linear, const BiasImpl* bi
                                const Value& input, const OpArgs& linear_args,
                                const OpArgs* bias_args);
 
-/// Is there one kernel for the linear of `fwd` and the activation after it?
+/// Is there one kernel for the linear of `fwd` and the activation after it, in the format of
+/// `target`?
 bool runs_gated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
                         const Target& target);
+
+struct LinearActivation {
+  Tensor z;  ///< of the linear; may be undefined where it was not asked for
+  Value a;
+};
+/// Runs it.
+LinearActivation gated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
+                               const Target& target, bool need_z);
 
 /// Is there one kernel for the input's gradient of a linear and the gradient of the activation
 /// before it, whose input was `z`?

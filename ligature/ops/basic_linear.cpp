@@ -11,7 +11,6 @@
 #include "ligature/kernels/bias.h"
 #include "ligature/kernels/gemm.h"
 #include "ligature/ops/prepare.h"
-#include "ligature/quantization/gemm.h"
 #include "ligature/quantization/model_init.h"
 
 namespace ligature {
@@ -130,9 +129,7 @@ void BasicLinearImpl::calibrate(const Value& input, const Value& weight, const O
 
 Tensor BasicLinearImpl::forward(const LinearFwdArgs& args) {
   if (args.x.is_quantized() || args.w.is_quantized()) {
-    Tensor y = quantized_linear_forward(
-        args.x, args.w,
-        {args.dtype, args.bias, args.add, args.alpha, accumulation(args.split.forward)});
+    Tensor y = quantized_linear_forward(args.x, args.w, args.product());
     if (!args.add_in_place) return y;
     Tensor sum = args.add;
     return sum.copy_(y);

@@ -5,6 +5,7 @@
 
 #include "ligature/operation.h"
 #include "ligature/options.h"
+#include "ligature/quantization/gemm.h"
 
 namespace ligature {
 
@@ -25,6 +26,9 @@ struct LinearFwdArgs {
   bool add_in_place = false;          ///< ... and overwritten by it
   double alpha = 1.0;                 ///< factor of x W^T
   SplitAccumulation split;            ///< as the recipe has it
+
+  /// Of quantized operands.
+  ProductArgs product() const { return {dtype, bias, add, alpha, accumulation(split.forward)}; }
 };
 
 struct LinearBwdArgs {

@@ -11,7 +11,10 @@
 #include <limits>
 #include <optional>
 
+#include "ligature/backend/cuda/gated_linear.h"
 #include "ligature/backend/cuda/gemm.h"
+#include "ligature/backend/shapes/quantize.h"
+#include "ligature/check.h"
 #include "ligature/kernels/gemm.h"
 #include "ligature/kernels/log.h"
 #include "ligature/ops/prepare.h"
@@ -237,14 +240,20 @@ cuda::QuantizedOperand native_operand(const Source& source, const Format& format
   return {*source.matrix, format, source.rows, source.columns};
 }
 
-std::optional<Native> native_product(const Side& a, const Side& b, const ProductArgs& args,
-                                     at::ScalarType dtype, bool fast) {
+std::optional<Native> native_operands(const Side& a, const Side& b) {
   if (!a.value.is_quantized() || !b.value.is_quantized()) return std::nullopt;
   const Source sa = source_of(a), sb = source_of(b);
   if (sa.matrix == nullptr || sb.matrix == nullptr) return std::nullopt;
   if (kernels::device_behind(sa.matrix->data) != at::kCUDA) return std::nullopt;
   const Format &fa = a.value.quantized()->format_tag(), &fb = b.value.quantized()->format_tag();
-  Native out{native_operand(sa, fa), native_operand(sb, fb), {}, sa.turned, sb.turned};
+  return Native{native_operand(sa, fa), native_operand(sb, fb), {}, sa.turned, sb.turned};
+}
+
+std::optional<Native> native_product(const Side& a, const Side& b, const ProductArgs& args,
+                                     at::ScalarType dtype, bool fast) {
+  auto operands = native_operands(a, b);
+  if (!operands) return std::nullopt;
+  Native& out = *operands;
   const auto support = cuda::quantized_support(out.a, out.b, dtype);
   if (support == cuda::QuantizedSupport::No) return std::nullopt;
   if (support == cuda::QuantizedSupport::NeverRun) {
@@ -255,9 +264,20 @@ std::optional<Native> native_product(const Side& a, const Side& b, const Product
   out.terms.add = args.add.defined() ? as_matrix(args.add) : Tensor();
   out.terms.alpha = args.alpha;
   if (args.accumulation != Accumulation::Default) fast = args.accumulation == Accumulation::Fast;
-  out.terms.fast_accumulation = fast && fa.per_tensor();
+  out.terms.fast_accumulation = fast && out.a.format.per_tensor();
   if (out.terms.fast_accumulation) out.backend = "cublaslt, fast accumulation";
-  return out;
+  return operands;
+}
+
+/// The operands of a product with a gated activation behind it, if they lie as its kernels read
+/// them and nothing else is wanted of it.
+std::optional<Native> gated_operands(const Side& a, const Side& b, const ProductArgs& args) {
+  if (args.dtype != at::kBFloat16 || args.bias.defined() || args.add.defined() ||
+      args.alpha != 1.0 || args.accumulation == Accumulation::Split) {
+    return std::nullopt;
+  }
+  auto operands = native_operands(a, b);
+  return operands && !operands->turn_a && !operands->turn_b ? operands : std::nullopt;
 }
 
 /// What is still to be computed before it can run.
@@ -298,6 +318,35 @@ Tensor as_rows_of(const Tensor& y, at::IntArrayRef sizes) {
 
 Tensor quantized_linear_forward(const Value& x, const Value& w, const ProductArgs& args) {
   return as_rows_of(run("linear_forward", {x}, {w}, args, true), x.sizes());
+}
+
+bool runs_quantized_gated(const Value& x, const Value& w, const ProductArgs& args,
+                          const kernels::ActivationSpec& spec, const Format& to) {
+  if (!to.per_tensor()) return false;
+  const auto operands = gated_operands({x}, {w}, args);
+  return operands && cuda::runs_gated_codes(operands->a, operands->b, spec, to);
+}
+
+GatedProduct quantized_linear_gated_forward(const Value& x, const Value& w, const ProductArgs& args,
+                                            const kernels::ActivationSpec& spec,
+                                            const kernels::QuantizeArgs& to, bool need_z) {
+  const char* name = "linear_gated_forward_quantize";
+  const kernels::KernelScope scope(name, "cuda, fast accumulation");
+  const auto operands = gated_operands({x}, {w}, args);
+  LIGATURE_CHECK(operands && cuda::takes_gated_codes(operands->a, operands->b, spec, to.format),
+                 "[", name, "] operands must be what its kernels take, got ", x.sizes(), " and ",
+                 w.sizes(), " for ", kernels::activation_name(spec.kind), " in ", to.format.name());
+  if (operands->without_memory()) {
+    const auto meta = at::TensorOptions(args.dtype).device(at::kMeta);
+    const int64_t rows = operands->a.rows, columns = operands->b.rows;
+    GatedProduct made;
+    if (need_z) made.z = as_rows_of(at::empty({rows, columns}, meta), x.sizes());
+    made.a = shapes::quantize({rows, columns / 2}, to, meta);
+    return made;
+  }
+  auto made = cuda::linear_gated_forward_quantize(operands->a, operands->b, spec, to, need_z);
+  if (need_z) made.z = as_rows_of(made.z, x.sizes());
+  return {std::move(made.z), std::move(made.a)};
 }
 
 Tensor quantized_linear_input_grad(const Value& dy, const Value& w, const ProductArgs& args) {

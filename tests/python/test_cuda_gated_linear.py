@@ -76,6 +76,57 @@ def test_block(kind: str, recompute: str) -> None:
     assert "linear_gated_backward" in text
 
 
+RECIPES = {
+    "delayed": te.recipe.DelayedScaling,
+    "current": te.recipe.Float8CurrentScaling,
+}
+
+
+def fp8_step(
+    model: torch.nn.Module, recipe: te.recipe.Recipe, x: torch.Tensor, dy: torch.Tensor
+) -> list[torch.Tensor]:
+    for _ in range(2):  # delayed scaling has its factors from the first
+        x.grad = None
+        model.zero_grad()
+        with te.autocast(enabled=True, recipe=recipe):
+            y = model(x)
+        y.backward(dy)
+    assert x.grad is not None
+    return [y, x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("recompute", ["none", "cheap"])
+@pytest.mark.parametrize("kind", ["SwiGLU", "GEGLU"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_fp8_block(name: str, kind: str, recompute: str) -> None:
+    model = make(kind, recompute)
+    x = torch.randn(T, H, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    dy = torch.randn(T, H, dtype=torch.bfloat16, device="cuda")
+    got = fp8_step(model, RECIPES[name](), x, dy)
+    for value, want in zip(got, reference(model, kind, x, dy), strict=True):
+        error = (value.double() - want).norm() / want.norm()
+        assert error < 0.12, f"{tuple(value.shape)}: {float(error)}"
+    assert "linear_gated_forward_quantize" in str(model.explain())
+
+    # The same operations one by one, with a product of cuBLASLt, the activation and a cast.
+    apart = torch.nn.Sequential(*make(kind, "none"))
+    wanted = fp8_step(apart, RECIPES[name](), x, dy)
+    for value, want in zip(got, wanted, strict=True):
+        assert torch.equal(value, want), tuple(value.shape)
+
+
+def test_fp8_without_gradients() -> None:
+    model = make("SwiGLU", "none")
+    x = torch.randn(T, H, dtype=torch.bfloat16, device="cuda")
+    recipe = te.recipe.Float8CurrentScaling()
+    with te.autocast(enabled=True, recipe=recipe):
+        with_gradients = model(x.clone().requires_grad_())
+        with torch.no_grad():
+            without = model(x)
+    assert torch.equal(with_gradients, without)
+    assert "linear_gated_forward_quantize" in str(model.explain())
+
+
 def test_small_sizes_take_two_kernels() -> None:
     model = make("SwiGLU", "none")
     x = torch.randn(64, H, dtype=torch.bfloat16, device="cuda", requires_grad=True)

@@ -251,6 +251,12 @@ QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args) {
   });
 }
 
+QuantizedPair quantize_by(int64_t rows, int64_t columns, const Tensor& like,
+                          const QuantizeArgs& args,
+                          const std::function<void(const QuantizePlan&)>& cast) {
+  return run({rows, columns}, like, args, cast);
+}
+
 void update_amax(const Tensor& x, Tensor& amax) {
   const DeviceGuard guard(x.device());
   const Tensor values = x.scalar_type() == at::kDouble ? x.to(at::kFloat) : x;

@@ -2,6 +2,7 @@
 // scaling, by the recipe. Nothing here waits for the device or reads its memory.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "ligature/kernels/quantize.h"
@@ -17,6 +18,15 @@ using kernels::QuantizedMatrix;
 using kernels::QuantizedPair;
 
 QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args);
+
+struct QuantizePlan;
+/// A matrix [rows, columns] in low precision, on the device of `like`, that `cast` writes: it is
+/// called once with a plan or, where the largest value has to be known first, twice, with
+/// `find_amax` the first time.
+QuantizedPair quantize_by(int64_t rows, int64_t columns, const Tensor& like,
+                          const QuantizeArgs& args,
+                          const std::function<void(const QuantizePlan&)>& cast);
+
 void update_amax(const Tensor& x, Tensor& amax);
 /// Into `out`, [rows, columns] of any dtype.
 void dequantize(const Tensor& out, const QuantizedMatrix& q, const Format& format);

@@ -10,9 +10,10 @@ namespace ligature::cuda {
 /// Can this driver describe matrices?
 bool has_tensor_maps();
 
-/// A row-major bfloat16 matrix, copied in boxes of `box_rows` rows and 64 columns, which lie in
-/// shared memory in rows of 128 bytes, swizzled. What a box has beyond the matrix is zero. False
-/// where the driver refuses.
-bool encode_boxes(CUtensorMap* map, const void* data, int64_t rows, int64_t columns, int box_rows);
+/// A row-major matrix of bfloat16 or, with one byte to an element, of codes, copied in boxes of
+/// `box_rows` rows and 128 bytes, which lie in shared memory as such rows, swizzled. What a box has
+/// beyond the matrix is zero. False where the driver refuses.
+bool encode_boxes(CUtensorMap* map, const void* data, int64_t rows, int64_t columns, int box_rows,
+                  int element_bytes);
 
 }  // namespace ligature::cuda

@@ -1,6 +1,6 @@
-// Matrix products in bfloat16 on Hopper (sm_90a) whose epilogue is a gated activation or its
-// gradient, so that what lies between is not written and read again; see wgmma_launch.h for what
-// they compute. One block per multiprocessor goes from tile to tile: a thread of its first
+// Matrix products in bfloat16 and FP8 on Hopper (sm_90a) whose epilogue is a gated activation or
+// its gradient, so that what lies between is not written and read again; see wgmma_launch.h for
+// what they compute. One block per multiprocessor goes from tile to tile: a thread of its first
 // warpgroup copies boxes into stages of shared memory, the two other warpgroups multiply, each one
 // half of the tile's rows. The rest of the first warpgroup does the epilogue where it is apart.
 #pragma once
@@ -97,6 +97,8 @@ __device__ __forceinline__ void finish_apart(const WgmmaArgs& args, uint32_t bas
   const int warp = static_cast<int>(threadIdx.x) / 32 - 1;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t parity = 0;
+  CodesState state;
+  state.begin<C>(args.codes);
   for_each_tile<C>(args, rank, [&](TilePlace tile) {
 #pragma unroll 1
     for (int of = warp; of < 8; of += kWarps) {
@@ -109,13 +111,14 @@ __device__ __forceinline__ void finish_apart(const WgmmaArgs& args, uint32_t bas
             [&](int half) { return Turn<C::kHalf>{place + half * C::kTurnBytes, lane}; });
       } else {
         wait(ready, parity);
-        finish_forward<C, F>(place, lane, row, tile.column, args);
+        finish_forward<C, F>(place, lane, row, tile.column, args, state);
       }
       __syncwarp();
       if (lane == 0) arrive(base + C::kTaken + 8 * of);
     }
     parity ^= 1;
   });
+  state.end<C>(args.codes, blockIdx.x == 0 && threadIdx.x == 32);
 }
 
 /// A warpgroup that multiplies: `group` is 0 or 1.
@@ -132,6 +135,8 @@ __device__ __forceinline__ void consume(const WgmmaArgs& args, uint32_t base, ui
       C::kBackward ? operand_across_k(base + C::kXBytes) : operand_along_k(base + C::kXBytes);
 
   float sums[C::kColumns / 2];
+  float factor = 1.0f;
+  if constexpr (C::kCodes) factor = *args.codes.x_scale * *args.codes.w_scale;
   StageWalk<C> at{0};
   uint32_t left = 0;
   bool begun = C::kSkew == 0;
@@ -144,9 +149,13 @@ __device__ __forceinline__ void consume(const WgmmaArgs& args, uint32_t base, ui
       wait(full + 8 * at.stage, at.parity);
       begin_products();
 #pragma unroll
-      for (int k = 0; k < C::kDepth / 16; ++k) {
-        multiply<C::kBackward>(sums, x + k * 32 / 16, w + k * (C::kBackward ? 2048 : 32) / 16,
-                               block > 0 || k > 0);
+      for (int k = 0; k < 4; ++k) {  // of 32 bytes
+        const uint64_t x_part = x + k * 32 / 16, w_part = w + k * (C::kBackward ? 2048 : 32) / 16;
+        if constexpr (C::kCodes) {
+          multiply_codes(sums, x_part, w_part, block > 0 || k > 0);
+        } else {
+          multiply<C::kBackward>(sums, x_part, w_part, block > 0 || k > 0);
+        }
       }
       commit_products();
       await_products<1>();
@@ -167,7 +176,7 @@ __device__ __forceinline__ void consume(const WgmmaArgs& args, uint32_t base, ui
       wait(base + C::kTaken + 8 * warp, left ^ 1);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        write_half<C>(Turn<C::kHalf>{place + half * C::kTurnBytes, lane}, sums, half);
+        write_half<C>(Turn<C::kHalf>{place + half * C::kTurnBytes, lane}, sums, factor, half);
       }
       if (lane == 0) arrive(base + C::kReady + 8 * warp);
       left ^= 1;
@@ -175,7 +184,7 @@ __device__ __forceinline__ void consume(const WgmmaArgs& args, uint32_t base, ui
       finish_backward<C, F>(args, tile.row * C::kRows + warp * 16, tile.column, lane, end_products,
                             [&](int half) {
                               const Turn<C::kHalf> turn{place, lane};
-                              write_half<C>(turn, sums, half);
+                              write_half<C>(turn, sums, factor, half);
                               return turn;
                             });
     }
@@ -268,12 +277,14 @@ bool launch_wgmma(const GatedLinearArgs& from, int sm_count, Stream stream) {
   CUtensorMap x_map, w_map, z_map;
   const int64_t w_rows = C::kBackward ? from.k : 2 * from.units;
   const int64_t w_columns = C::kBackward ? from.units : from.k;
-  if (!encode_boxes(&x_map, from.x, from.rows, from.k, C::kRows) ||
-      !encode_boxes(&w_map, from.w, w_rows, w_columns, C::kBackward ? C::kDepth : C::kHalf)) {
+  constexpr int kBytes = C::kCodes ? 1 : 2;
+  if (!encode_boxes(&x_map, from.x, from.rows, from.k, C::kRows, kBytes) ||
+      !encode_boxes(&w_map, from.w, w_rows, w_columns, C::kBackward ? C::kDepth : C::kHalf,
+                    kBytes)) {
     return false;
   }
   z_map = x_map;
-  if (C::kBackward && !encode_boxes(&z_map, from.z, from.rows, 2 * from.units, C::kRows)) {
+  if (C::kBackward && !encode_boxes(&z_map, from.z, from.rows, 2 * from.units, C::kRows, kBytes)) {
     return false;
   }
   WgmmaArgs args;
@@ -284,6 +295,7 @@ bool launch_wgmma(const GatedLinearArgs& from, int sm_count, Stream stream) {
   args.out = from.out;
   args.activated = from.activated;
   args.params = from.params;
+  args.codes = from.codes;
   const int blocks = std::min(hopper::tile_count<C>(args), sm_count / C::kCluster) * C::kCluster;
   wgmma_kernel<C, F><<<blocks, C::kThreads, C::kSharedBytes, stream>>>(x_map, w_map, z_map, args);
   return true;

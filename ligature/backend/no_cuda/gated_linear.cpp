@@ -20,4 +20,20 @@ GatedBackward linear_gated_backward(const Tensor&, const Tensor&, const Tensor&,
   refuse("linear_gated_backward");
 }
 
+bool takes_gated_codes(const QuantizedOperand&, const QuantizedOperand&, const ActivationSpec&,
+                       const Format&) {
+  return false;
+}
+
+bool runs_gated_codes(const QuantizedOperand&, const QuantizedOperand&, const ActivationSpec&,
+                      const Format&) {
+  return false;
+}
+
+GatedForwardQuantized linear_gated_forward_quantize(const QuantizedOperand&,
+                                                    const QuantizedOperand&, const ActivationSpec&,
+                                                    const QuantizeArgs&, bool) {
+  refuse("linear_gated_forward_quantize");
+}
+
 }  // namespace ligature::cuda

@@ -117,7 +117,7 @@ __device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int x, int 
 // Matrix products. An operand lies in shared memory in rows of 128 bytes, swizzled as the copy
 // engine does it (128B), at a multiple of 1024 bytes.
 
-/// [rows, 64] over k: eight rows make a group of 1024 bytes. 16 further along k: + 32 bytes.
+/// Rows of 128 bytes over k: eight of them make a group of 1024 bytes.
 __device__ __forceinline__ uint64_t operand_along_k(uint32_t address) {
   constexpr uint64_t kGroups = uint64_t{1024 >> 4} << 32;
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
@@ -164,32 +164,48 @@ __device__ __forceinline__ void give_registers() {
   "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3]), "+f"(d[(i) + 4]), \
       "+f"(d[(i) + 5]), "+f"(d[(i) + 6]), "+f"(d[(i) + 7])
 
-/// d (+)= a b over 16 of k, 64 rows and 256 columns.
+#define LIGATURE_ALL                                                                  \
+  LIGATURE_EIGHT(0), LIGATURE_EIGHT(8), LIGATURE_EIGHT(16), LIGATURE_EIGHT(24),       \
+      LIGATURE_EIGHT(32), LIGATURE_EIGHT(40), LIGATURE_EIGHT(48), LIGATURE_EIGHT(56), \
+      LIGATURE_EIGHT(64), LIGATURE_EIGHT(72), LIGATURE_EIGHT(80), LIGATURE_EIGHT(88), \
+      LIGATURE_EIGHT(96), LIGATURE_EIGHT(104), LIGATURE_EIGHT(112), LIGATURE_EIGHT(120)
+
+// d (+)= a b over 32 bytes of k, 64 rows and 256 columns, of `types`; `tail`: what follows.
+#define LIGATURE_MULTIPLY(types, tail)                                                             \
+  "{\n"                                                                                            \
+  ".reg .pred p;\n"                                                                                \
+  "setp.ne.b32 p, %130, 0;\n"                                                                      \
+  "wgmma.mma_async.sync.aligned.m64n256" types                                                     \
+  " {"                                                                                             \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                         \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "               \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "               \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "               \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "               \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "               \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "   \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127" \
+  "}, %128, %129, p, 1, 1" tail                                                                    \
+  ";\n"                                                                                            \
+  "}\n"
+
+/// Of bfloat16.
 template <bool BTurned>
 __device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
-      "%127"
-      "}, %128, %129, p, 1, 1, 0, %131;\n"
-      "}\n"
-      : LIGATURE_EIGHT(0), LIGATURE_EIGHT(8), LIGATURE_EIGHT(16), LIGATURE_EIGHT(24),
-        LIGATURE_EIGHT(32), LIGATURE_EIGHT(40), LIGATURE_EIGHT(48), LIGATURE_EIGHT(56),
-        LIGATURE_EIGHT(64), LIGATURE_EIGHT(72), LIGATURE_EIGHT(80), LIGATURE_EIGHT(88),
-        LIGATURE_EIGHT(96), LIGATURE_EIGHT(104), LIGATURE_EIGHT(112), LIGATURE_EIGHT(120)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(BTurned ? 1 : 0));
+  asm volatile(LIGATURE_MULTIPLY("k16.f32.bf16.bf16", ", 0, %131")
+               : LIGATURE_ALL
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(BTurned ? 1 : 0));
 }
 
+/// Of E4M3 codes, both along k.
+__device__ __forceinline__ void multiply_codes(float (&d)[128], uint64_t a, uint64_t b, bool add) {
+  asm volatile(LIGATURE_MULTIPLY("k32.f32.e4m3.e4m3", "")
+               : LIGATURE_ALL
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+#undef LIGATURE_MULTIPLY
+#undef LIGATURE_ALL
 #undef LIGATURE_EIGHT
 
 /// 16 rows and 16 columns of 16-bit values into rows of 16 bytes; each lane names one row's place.
@@ -221,6 +237,16 @@ __device__ __forceinline__ uint4 load_passing(const void* from, bool inside) {
       : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
       : "l"(from), "r"(static_cast<int>(inside)));
   return v;
+}
+__device__ __forceinline__ void store_passing(void* to, uint2 v, bool inside) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "@p st.global.cs.v2.b32 [%0], {%1, %2};\n"
+      "}\n" ::"l"(to),
+      "r"(v.x), "r"(v.y), "r"(static_cast<int>(inside))
+      : "memory");
 }
 __device__ __forceinline__ void store_passing(void* to, uint4 v, bool inside) {
   asm volatile(

@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 
 #include "ligature/backend/cuda/device/activation.cuh"
+#include "ligature/backend/cuda/device/cast.cuh"
 #include "ligature/backend/cuda/device/wgmma_tile.cuh"
 
 namespace ligature::cuda::hopper {
@@ -21,12 +22,12 @@ __device__ __forceinline__ float high_of(uint32_t packed) {
 }
 
 /// 16 rows of W columns that a warp has as sums, two neighbours in each lane, turned into 16 bytes
-/// of a row in each lane. Places are swizzled: neither side meets a bank twice.
+/// of a row in each lane, and of the rows below it step by step. Places are swizzled: neither side
+/// meets a bank twice.
 template <int W>
 struct Turn {
-  static constexpr int kChunks = W / 8;  // of 16 bytes in a row
-  static constexpr int kRowsAtOnce = 32 / kChunks;
-  static constexpr int kSteps = 16 / kRowsAtOnce;
+  static constexpr int kChunks = W / 8;             // of 16 bytes in a row
+  static constexpr int kSteps = kChunks * 16 / 32;  // rows of a lane
 
   uint32_t place;
   int lane;
@@ -45,7 +46,7 @@ struct Turn {
     __syncwarp();
   }
 
-  __device__ __forceinline__ int row(int step) const { return step * kRowsAtOnce + lane / kChunks; }
+  __device__ __forceinline__ int row(int step) const { return lane / kChunks * kSteps + step; }
   __device__ __forceinline__ int column() const { return lane % kChunks * 8; }
   __device__ __forceinline__ uint4 read(int step) const {
     return load_shared(place + row(step) * (W * 2) + ((lane % kChunks) ^ (row(step) & 7)) * 16);
@@ -55,25 +56,89 @@ struct Turn {
 /// Half of a warpgroup's columns, of the 16 rows whose sums this warp has.
 template <typename C>
 __device__ __forceinline__ void write_half(const Turn<C::kHalf>& turn,
-                                           const float (&sums)[C::kColumns / 2], int half) {
+                                           const float (&sums)[C::kColumns / 2], float factor,
+                                           int half) {
   turn.write([&](int i) {
     const int sum = half * (C::kHalf / 2) + 2 * i;
+    if constexpr (C::kCodes) return pack(sums[sum] * factor, sums[sum + 1] * factor);
     return pack(sums[sum], sums[sum + 1]);
   });
+}
+
+/// What the warps of an epilogue have of the activation's codes.
+struct CodesState {
+  float factor = 1.0f;
+  uint32_t amax = 0;  // two magnitudes
+
+  template <typename C>
+  __device__ __forceinline__ void begin(const GatedCodes& codes) {
+    if constexpr (C::kCast) factor = *codes.factor;
+  }
+  __device__ __forceinline__ void note(const uint32_t (&pairs)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      amax = max_pair<__nv_bfloat16>(amax, magnitudes<__nv_bfloat16>(pairs[i]));
+    }
+  }
+  /// By whole warps; `first`: one thread of all.
+  template <typename C>
+  __device__ __forceinline__ void end(const GatedCodes& codes, bool first) const {
+    if constexpr (C::kCodes) {
+      const uint32_t largest = __reduce_max_sync(0xffffffffu, max(amax & 0xffffu, amax >> 16));
+      if (codes.amax != nullptr && threadIdx.x % 32 == 0) {
+        raise_amax(codes.amax, wide_bits<__nv_bfloat16>(largest));
+      }
+    }
+    if constexpr (C::kCast) {
+      if (first) *codes.scale = __fdiv_rn(1.0f, factor);
+    }
+  }
+};
+
+/// Codes of 8 rows and 8 units in each lane, whose neighbour by 16 lanes has the other 8 of 16
+/// rows, to memory as 16 rows of a unit: each lane does four units. `to`: the first row of the
+/// lane's first unit.
+__device__ __forceinline__ void store_columns(const uint32_t (&codes)[8][2], uint8_t* to,
+                                              int64_t stride, int lane) {
+  uint32_t turned[2][2][4];  // units by fours, rows by fours, unit
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    turn_4(codes[0][half], codes[1][half], codes[2][half], codes[3][half], turned[half][0]);
+    turn_4(codes[4][half], codes[5][half], codes[6][half], codes[7][half], turned[half][1]);
+  }
+  const bool lower = lane >= 16;
+  if (lower) to += 4 * stride;
+#pragma unroll
+  for (int unit = 0; unit < 4; ++unit) {
+    uint32_t own[2], other[2];
+#pragma unroll
+    for (int rows = 0; rows < 2; ++rows) {
+      own[rows] = lower ? turned[1][rows][unit] : turned[0][rows][unit];
+      const uint32_t sent = lower ? turned[0][rows][unit] : turned[1][rows][unit];
+      other[rows] = __shfl_xor_sync(0xffffffffu, sent, 16);
+    }
+    *reinterpret_cast<uint4*>(to + unit * stride) =
+        lower ? make_uint4(other[0], other[1], own[0], own[1])
+              : make_uint4(own[0], own[1], other[0], other[1]);
+  }
 }
 
 /// z and the activation, of 16 rows that lie in shared memory at `place`.
 template <typename C, typename F>
 __device__ __forceinline__ void finish_forward(uint32_t place, int lane, int first_row, int column,
-                                               const WgmmaArgs& args) {
+                                               const WgmmaArgs& args, CodesState& state) {
   using T = Turn<C::kHalf>;
   constexpr int kAtOnce = 4;
+  if (C::kCast && first_row >= args.rows) return;  // by sixteens, so all of them
   const T gates{place, lane}, linear{place + C::kTurnBytes, lane};
   const int64_t units = args.units, width = 2 * units;
   const int row = first_row + gates.row(0);
   const int64_t unit = int64_t{column} * C::kUnits + gates.column();
   __nv_bfloat16* z = static_cast<__nv_bfloat16*>(args.out) + row * width + unit;
   __nv_bfloat16* activated = static_cast<__nv_bfloat16*>(args.activated) + row * units + unit;
+  const bool wants_z = !C::kCodes || args.out != nullptr;
+  [[maybe_unused]] const bool by_rows = args.codes.rowwise != nullptr;
+  [[maybe_unused]] uint32_t codes[T::kSteps][2];
 #pragma unroll
   for (int first = 0; first < T::kSteps; first += kAtOnce) {
     uint4 of_gates[kAtOnce], of_linear[kAtOnce];
@@ -84,11 +149,11 @@ __device__ __forceinline__ void finish_forward(uint32_t place, int lane, int fir
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int below = (first + i) * T::kRowsAtOnce;
+      const int below = first + i;
       const bool inside = row + below < args.rows;
       const uint4 g = of_gates[i], l = of_linear[i];
-      store_passing(z + below * width, g, inside);
-      store_passing(z + below * width + units, l, inside);
+      store_passing(z + below * width, g, inside && wants_z);
+      store_passing(z + below * width + units, l, inside && wants_z);
       const uint32_t gs[4] = {g.x, g.y, g.z, g.w}, ls[4] = {l.x, l.y, l.z, l.w};
       uint32_t made[4];
 #pragma unroll
@@ -96,8 +161,21 @@ __device__ __forceinline__ void finish_forward(uint32_t place, int lane, int fir
         made[j] = pack(F::value(low_of(gs[j]), low_of(ls[j]), args.params),
                        F::value(high_of(gs[j]), high_of(ls[j]), args.params));
       }
-      store_passing(activated + below * units, make_uint4(made[0], made[1], made[2], made[3]),
-                    inside);
+      if constexpr (C::kCodes) state.note(made);
+      if constexpr (C::kCast) {
+        const uint2 of_row = encode_row<__nv_bfloat16, Element::E4M3>(made, state.factor);
+        store_passing(args.codes.rowwise + (row + below) * units + unit, of_row, by_rows);
+        codes[below][0] = of_row.x;
+        codes[below][1] = of_row.y;
+      } else {
+        store_passing(activated + below * units, make_uint4(made[0], made[1], made[2], made[3]),
+                      inside);
+      }
+    }
+  }
+  if constexpr (C::kCast) {
+    if (args.codes.columnwise != nullptr) {
+      store_columns(codes, args.codes.columnwise + unit * args.rows + first_row, args.rows, lane);
     }
   }
 }
@@ -130,7 +208,7 @@ struct ZWalk {
         rows(args.rows - row) {}
 
   static __device__ __forceinline__ constexpr int row(int part, int step) {
-    return (part % kPartsOfHalf * ZPart::kSteps + step) * T::kRowsAtOnce;
+    return part % kPartsOfHalf * ZPart::kSteps + step;
   }
   static __device__ __forceinline__ constexpr int column(int part) {
     return part / kPartsOfHalf * C::kHalf;

@@ -2,12 +2,13 @@
 // is laid out, and in which order the tiles come.
 #pragma once
 
-#include "ligature/backend/cuda/activation_params.h"
 #include "ligature/backend/cuda/device/wgmma.cuh"
+#include "ligature/backend/cuda/wgmma_launch.h"
 
 namespace ligature::cuda {
 
-enum class WgmmaForm { Forward, Backward, BackwardBoth };
+/// ForwardCodes: x and w are FP8 codes, the activation is bfloat16; ForwardCast: that is codes too.
+enum class WgmmaForm { Forward, ForwardCodes, ForwardCast, Backward, BackwardBoth };
 
 /// GatedLinearArgs, in numbers that a kernel counts with.
 struct WgmmaArgs {
@@ -16,6 +17,7 @@ struct WgmmaArgs {
   void* out = nullptr;
   void* activated = nullptr;
   ActivationParams params;
+  GatedCodes codes;
 };
 
 /// A block's tile is 128 rows and 256 columns of the product; forward these are 128 gates and the
@@ -25,14 +27,16 @@ struct WgmmaArgs {
 /// epilogue; k must then be that many stages long.
 template <WgmmaForm Form, int Cluster, int Stages, int Skew, bool Apart>
 struct WgmmaTile {
-  static constexpr bool kBackward = Form != WgmmaForm::Forward;
   static constexpr bool kBoth = Form == WgmmaForm::BackwardBoth;
+  static constexpr bool kBackward = Form == WgmmaForm::Backward || kBoth;
+  static constexpr bool kCast = Form == WgmmaForm::ForwardCast;
+  static constexpr bool kCodes = Form == WgmmaForm::ForwardCodes || kCast;
   static constexpr bool kApart = Apart;
   static constexpr int kCluster = Cluster, kStages = Stages, kSkew = Skew;
   static constexpr int kRows = 128, kColumns = 256, kHalf = kColumns / 2;
   static constexpr int kUnits = kBackward ? kColumns : kHalf;
-  static constexpr int kDepth = 64;            // of k in a stage: rows of 128 bytes
-  static constexpr int kGroup = 16 / Cluster;  // rows of tiles walked through together, for L2
+  static constexpr int kDepth = kCodes ? 128 : 64;  // of k in a stage: rows of 128 bytes
+  static constexpr int kGroup = 16 / Cluster;       // rows of tiles walked through together, for L2
   static constexpr int kThreads = 384;
 
   static constexpr int kXBytes = kRows * 128, kWBytes = kColumns * 128;
