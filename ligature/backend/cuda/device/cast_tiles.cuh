@@ -28,6 +28,13 @@ __device__ __forceinline__ uint4 read_16(const void* from) {
   return v;
 }
 
+/// A block's tile. Whoever wrote or read the matrix before went from its beginning to its end: what
+/// the cache still has of it is the end.
+__device__ __forceinline__ TilePlace last_first() {
+  return {static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile,
+          static_cast<int64_t>(gridDim.x - 1 - blockIdx.x) * kTile};
+}
+
 template <typename T>
 __device__ __forceinline__ uint32_t pack_2(float low, float high) {
   uint32_t r;
@@ -128,8 +135,7 @@ __global__ void __launch_bounds__(kCastThreads, Source::template resident<F>())
   uint2* turned = reinterpret_cast<uint2*>(dynamic_memory + kSlots);
   [[maybe_unused]] uint4* staged = dynamic_memory + kSlots + kTurnedBytes / 16 + threadIdx.x;
   const Seat<F> seat;
-  const TilePlace place{static_cast<int64_t>(blockIdx.y) * kTile,
-                        static_cast<int64_t>(blockIdx.x) * kTile};
+  const TilePlace place = last_first();
   const int64_t row = place.row + seat.down * kSide, column = place.column + seat.across * kSide;
   const Reader<Source> reader(source, plan, row, column);
   [[maybe_unused]] uint4 loaded[Source::kAsync ? 1 : kSide][S];
