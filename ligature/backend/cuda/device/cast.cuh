@@ -234,9 +234,7 @@ struct RowWriter {
   int rows;
   __device__ __forceinline__ void put(uint2 codes, int k) const {
     if (k < rows) {
-      __stwb(
-          reinterpret_cast<uint2*>(to + static_cast<uint64_t>(static_cast<uint32_t>(k)) * stride),
-          codes);
+      __stwb(reinterpret_cast<uint2*>(to + wide_product(static_cast<uint32_t>(k), stride)), codes);
     }
   }
 };

@@ -83,7 +83,7 @@ struct Reader {
   __device__ __forceinline__ const void* at(const QuantizePlan& plan, int s, int k) const {
     const auto bytes = static_cast<uint32_t>(Source::stride(plan, s)) * 2u;
     return reinterpret_cast<const char*>(from[s]) +
-           static_cast<uint64_t>(min(static_cast<uint32_t>(k), last)) * bytes;
+           wide_product(min(static_cast<uint32_t>(k), last), bytes);
   }
 };
 
