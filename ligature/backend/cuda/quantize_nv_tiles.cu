@@ -165,7 +165,7 @@ __device__ __forceinline__ Draws draws_for(const QuantizePlan& plan, uint32_t st
 }
 
 template <typename T, Rounding kRounding, bool kHadamard>
-__global__ void __launch_bounds__(kCastThreads, kRounding == Rounding::Nearest ? 3 : 2)
+__global__ void __launch_bounds__(kCastThreads, kRounding == Rounding::Nearest ? 4 : 2)
     nv_tiles(const __grid_constant__ QuantizePlan plan, const T* x) {
   constexpr bool kStochastic = kRounding != Rounding::Nearest;
   __shared__ NvShared shared;

@@ -37,7 +37,7 @@ struct PlainRows {
   static constexpr bool kAsync = false, kSums = false;
   template <Factors F>
   static constexpr int resident() {
-    return F == Factors::Tensor || F == Factors::Square128 ? 4 : 3;
+    return 4;
   }
   static __device__ __forceinline__ int64_t apart(const QuantizePlan&) { return 0; }
   static __device__ __forceinline__ int64_t units(const QuantizePlan& plan) { return plan.columns; }
