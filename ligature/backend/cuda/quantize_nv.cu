@@ -228,7 +228,9 @@ __global__ void __launch_bounds__(kTileThreads)
 }  // namespace
 
 void launch_quantize_nv(const void* x, Type type, const QuantizePlan& plan, Stream stream) {
-  if (plan.find_amax && !plan.format.hadamard && !plan.format.row_scaled) {
+  // Row-wise data is never transformed.
+  const bool transforms = plan.format.hadamard && plan.columnwise.data != nullptr;
+  if (plan.find_amax && !transforms && !plan.format.row_scaled) {
     float* amax = plan.rowwise.data != nullptr ? plan.rowwise.amax : plan.columnwise.amax;
     return launch_amax(x, type, plan.rows * plan.columns, amax, stream, true);
   }

@@ -1,6 +1,6 @@
-// NVFP4 with blocks of 16 in a line, both orientations at once and from registers, for the sizes
-// and options that models train with; quantize_nv.cu has the rest. A thread has 8 rows of 8
-// columns: two lanes side by side have a block of a row, two lanes 16 apart one of a column.
+// NVFP4 with blocks of 16 in a line, row-wise or both orientations at once and from registers, for
+// the sizes and options that models train with; quantize_nv.cu has the rest. A thread has 8 rows of
+// 8 columns: two lanes side by side have a block of a row, two lanes 16 apart one of a column.
 #include "ligature/backend/cuda/device/cast_tiles.cuh"
 #include "ligature/backend/cuda/device/draws.cuh"
 #include "ligature/backend/cuda/device/float4.cuh"
@@ -29,27 +29,19 @@ __device__ __forceinline__ uint32_t max_pair_nan(uint32_t a, uint32_t b) {
   return r;
 }
 
-/// Integers: a float16 below its normal numbers is a count of steps of 2^-24, rounded to even once.
-__device__ __forceinline__ uint32_t rounded_steps(float low, float high, float unit) {
-  uint32_t r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;"
-      : "=r"(r)
-      : "f"(__fmul_rn(fabsf(high), unit)), "f"(__fmul_rn(fabsf(low), unit)));
-  return r;
-}
-
-/// Magnitudes' codes of 8 products, the first in the lowest bits. Each binade of E2M1 is a line,
-/// and the code the least of them.
+/// Magnitudes' codes of 8 products, the first in the lowest bits. A sum just below 2^24 is rounded
+/// to whole numbers and one above to even ones, and its bits go on counting: the first sum has
+/// E2M1's steps up to 2, the second those beyond, and the code is the lesser.
 __device__ __forceinline__ uint32_t encode_8_fp4(const float (&p)[8]) {
-  uint32_t c[4];
+  constexpr uint32_t zero = 0x4b7ffffau;  // 2^24 - 6
+  uint32_t codes = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    c[i] = rounded_steps(p[i], p[i + 4], 0x1p-23f);
-    c[i] = __viaddmin_u16x2(rounded_steps(p[i], p[i + 4], 0x1p-24f), 0x00020002u, c[i]);
-    c[i] = __viaddmin_u16x2(rounded_steps(p[i], p[i + 4], 0x1p-25f), 0x00040004u, c[i]);
-    c[i] = __vminu2(c[i], 0x00070007u);
+  for (int i = 7; i >= 0; --i) {
+    const uint32_t half_steps = __float_as_uint(__fmaf_rn(fabsf(p[i]), 2.0f, 16777210.0f));
+    const uint32_t steps = __float_as_uint(__fadd_rn(fabsf(p[i]), 16777212.0f));
+    codes = codes * 16u + min(min(half_steps, steps), zero + 7u);
   }
-  return c[0] + c[1] * 16u + c[2] * 256u + c[3] * 4096u;
+  return codes - zero * 0x11111111u;
 }
 
 /// With their signs; `index` is that of the first in the orientation's matrix.
@@ -66,18 +58,42 @@ __device__ __forceinline__ uint32_t encode_8_random(const float (&p)[8], uint64_
   return codes;
 }
 
-/// Two blocks' E4M3 codes of scales in the lower bytes.
-__device__ __forceinline__ uint32_t scale_pair(uint32_t low, uint32_t high, float upper) {
-  const float a = rounded_quotient(rounded_quotient(__uint_as_float(low), 6.0f), upper);
-  const float b = rounded_quotient(rounded_quotient(__uint_as_float(high), 6.0f), upper);
-  const uint32_t pair = encode_fp8_pair(a, b, Element::E4M3);
-  return (low > kInfinityBits ? 0x7fu : pair & 0xffu) |
-         (high > kInfinityBits ? 0x7f00u : pair & 0xff00u);
+/// The factor above the blocks' own, and what it takes to divide by it.
+struct Upper {
+  float value, inverse;
+  /// Far from the ends of float's range: what is too small for quotient_by() has the code 0.
+  __device__ __forceinline__ bool is_plain() const { return value > 0x1p-60f && value < 0x1p60f; }
+};
+
+/// The quotient as a division rounds it, given the divisor's reciprocal.
+__device__ __forceinline__ float quotient_by(float a, float b, float inverse) {
+  const float q = __fmul_rn(a, inverse);
+  return __fmaf_rn(__fmaf_rn(-b, q, a), inverse, q);
+}
+
+static __device__ __noinline__ float2 divided_pair(float low, float high, float upper) {
+  return make_float2(rounded_quotient(rounded_quotient(low, 6.0f), upper),
+                     rounded_quotient(rounded_quotient(high, 6.0f), upper));
+}
+
+/// Two blocks' E4M3 codes of scales in the lower bytes, from the bits of their largest magnitudes;
+/// 0x7f for NaN.
+__device__ __forceinline__ uint32_t scale_pair(uint32_t low, uint32_t high, const Upper& upper) {
+  const float a = __uint_as_float(low), b = __uint_as_float(high);
+  float2 scales;
+  if (upper.is_plain()) {
+    constexpr float sixth = 1.0f / 6.0f;
+    scales.x = quotient_by(quotient_by(a, 6.0f, sixth), upper.value, upper.inverse);
+    scales.y = quotient_by(quotient_by(b, 6.0f, sixth), upper.value, upper.inverse);
+  } else {
+    scales = divided_pair(a, b, upper.value);
+  }
+  return encode_fp8_pair(scales.x, scales.y, Element::E4M3);
 }
 
 /// Four, from the magnitudes in two words.
 template <typename T>
-__device__ __forceinline__ uint32_t scales_of(const uint32_t* pairs, float upper) {
+__device__ __forceinline__ uint32_t scales_of(const uint32_t* pairs, const Upper& upper) {
   const auto two = [&](uint32_t pair) {
     return scale_pair(wide_bits<T>(pair & 0xffffu), wide_bits<T>(pair >> 16), upper);
   };
@@ -91,6 +107,7 @@ __device__ __forceinline__ void forget_words(uint32_t (&words)[4]) {
 }
 
 struct NvShared {
+  float upper[2];
   float inverse[2][128];  // by a scale's code; below zero: the block has a NaN
   alignas(16) uint8_t scales[2][kTile][8];
   alignas(16) uint32_t turned[kTile * kTile / 8];
@@ -148,28 +165,31 @@ __device__ __forceinline__ Draws draws_for(const QuantizePlan& plan, uint32_t st
 }
 
 template <typename T, Rounding kRounding, bool kHadamard>
-__global__ void __launch_bounds__(kCastThreads, kRounding == Rounding::Nearest ? 3 : 2)
+__global__ void __launch_bounds__(kCastThreads, kRounding == Rounding::Nearest ? 4 : 2)
     nv_tiles(const __grid_constant__ QuantizePlan plan, const T* x) {
   constexpr bool kStochastic = kRounding != Rounding::Nearest;
   __shared__ NvShared shared;
   const int lane = threadIdx.x % 32, across = threadIdx.x % 16, down = threadIdx.x / 16;
-  const TilePlace place{static_cast<int64_t>(blockIdx.y) * kTile,
-                        static_cast<int64_t>(blockIdx.x) * kTile};
+  const TilePlace place = last_first();
   Words v;
   read_words(plan, x, place, across, down, v);
-  const float upper_row = nv_upper(plan.rowwise.amax[0], false);
-  const float upper_column = nv_upper(plan.columnwise.amax[0], false);
+  const bool columnwise = plan.columnwise.data != nullptr;
   {
     const int which = threadIdx.x / 128, code = threadIdx.x % 128;
-    const float f =
-        rounded_product(decode_fp8<Element::E4M3>(code), which == 0 ? upper_row : upper_column);
+    const float* amax = which == 0 || !columnwise ? plan.rowwise.amax : plan.columnwise.amax;
+    const float upper = nv_upper(amax[0], false);
+    const float f = rounded_product(decode_fp8<Element::E4M3>(code), upper);
     const float inverse = rounded_quotient(1.0f, f);
+    if (code == 0) shared.upper[which] = upper;
     shared.inverse[which][code] = code == 127                         ? -1.0f
                                   : f == 0.0f                         ? 0.0f
                                   : bits_of(inverse) == kInfinityBits ? float_of(kLargestBits)
                                                                       : inverse;
   }
   __syncthreads();
+  constexpr int kOne = 0x38;  // the code of 1
+  const Upper upper_row{shared.upper[0], shared.inverse[0][kOne]};
+  const Upper upper_column{shared.upper[1], shared.inverse[1][kOne]};
   uint32_t rows[4], columns[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int k = 0; k < kSide; k += 2) {
@@ -225,6 +245,19 @@ __global__ void __launch_bounds__(kCastThreads, kRounding == Rounding::Nearest ?
       shared.scales[0][down * kSide + (lane & 1) * 4 + r][across / 2] =
           static_cast<uint8_t>(own >> (8 * r));
     }
+  }
+  const auto write_scales = [&](bool turn) {
+    const int t = threadIdx.x % kTile;
+    const QuantizeOutput& out = turn ? plan.columnwise : plan.rowwise;
+    const int64_t line = (turn ? place.column : place.row) + t;
+    *reinterpret_cast<uint2*>(static_cast<uint8_t*>(out.scale) + line * out.scale_stride +
+                              (turn ? place.row : place.column) / 16) =
+        *reinterpret_cast<const uint2*>(shared.scales[turn ? 1 : 0][t]);
+  };
+  if (!columnwise) {
+    __syncthreads();
+    if (threadIdx.x < kTile) write_scales(false);
+    return;
   }
 #pragma unroll
   for (int k = 0; k < kSide; ++k) forget_words(v[k]);
@@ -317,13 +350,7 @@ __global__ void __launch_bounds__(kCastThreads, kRounding == Rounding::Nearest ?
                               (place.column + column) * plan.columnwise.stride + place.row / 2 +
                               q * 16) = w;
   }
-  const int t = threadIdx.x % kTile;
-  const bool turn = threadIdx.x >= kTile;
-  const QuantizeOutput& out = turn ? plan.columnwise : plan.rowwise;
-  const int64_t line = (turn ? place.column : place.row) + t;
-  *reinterpret_cast<uint2*>(static_cast<uint8_t*>(out.scale) + line * out.scale_stride +
-                            (turn ? place.row : place.column) / 16) =
-      *reinterpret_cast<const uint2*>(shared.scales[turn ? 1 : 0][t]);
+  write_scales(threadIdx.x >= kTile);
 }
 
 /// Over a block, held at the largest float; `warps`: of a warp each.
@@ -405,8 +432,8 @@ void launch(const void* given, const QuantizePlan& plan, Stream stream) {
 bool launch_quantize_nv_tiles(const void* x, Type type, const QuantizePlan& plan, Stream stream) {
   const Format& format = plan.format;
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-  if (type == Type::Float32 || plan.rowwise.data == nullptr || plan.columnwise.data == nullptr ||
-      plan.rows == 0 || plan.columns == 0 || plan.rows % kTile != 0 || plan.columns % kTile != 0 ||
+  if (type == Type::Float32 || plan.rowwise.data == nullptr || plan.rows == 0 ||
+      plan.columns == 0 || plan.rows % kTile != 0 || plan.columns % kTile != 0 ||
       plan.rows / kTile > 65535 || format.block_2d || format.row_scaled ||
       format.four_over_six != FourOverSix::None || (plan.find_amax && !format.hadamard) ||
       !aligned(x) || !aligned(plan.rowwise.data) || !aligned(plan.columnwise.data)) {

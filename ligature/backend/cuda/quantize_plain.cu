@@ -37,7 +37,7 @@ struct PlainRows {
   static constexpr bool kAsync = false, kSums = false;
   template <Factors F>
   static constexpr int resident() {
-    return F == Factors::Tensor || F == Factors::Square128 ? 4 : 3;
+    return 4;
   }
   static __device__ __forceinline__ int64_t apart(const QuantizePlan&) { return 0; }
   static __device__ __forceinline__ int64_t units(const QuantizePlan& plan) { return plan.columns; }
@@ -89,8 +89,9 @@ __global__ void __launch_bounds__(kFlatThreads)
   __syncthreads();
   const Format& format = plan.format;
   const int64_t parts = n / kFlatPart;
+  // From the end on, as last_first().
   const int64_t first =
-      static_cast<int64_t>(blockIdx.x) * (kFlatThreads * kFlatUnroll) + threadIdx.x;
+      static_cast<int64_t>(gridDim.x - 1 - blockIdx.x) * (kFlatThreads * kFlatUnroll) + threadIdx.x;
   Part<T, kFlatPart> part[kFlatUnroll];
 #pragma unroll
   for (int u = 0; u < kFlatUnroll; ++u) {

@@ -102,25 +102,10 @@ __device__ __forceinline__ uint32_t encode_words(uint32_t first, uint32_t second
   return codes | (__byte_perm(first, second, 0x7531) & 0x80808080u);
 }
 
-/// Which of the tile's 16x16 groups of 8x8 values a thread has. For blocks of 32 a warp has 4
-/// groups down and 8 across, so that a block is a warp's in both orientations; else 2 down and 16
-/// across.
-template <Factors F>
+/// Which of the tile's 16x16 groups of 8x8 values a thread has: a warp has 2 down and 16 across, so
+/// that it writes rows of 128 bytes.
 struct Seat {
-  int across, down;
-  __device__ __forceinline__ Seat() {
-    if constexpr (F == Factors::Line32) {
-      const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-      across = warp % 2 * 8 + lane % 8;
-      down = warp / 2 * 4 + lane / 8;
-    } else {
-      across = threadIdx.x % 16;
-      down = threadIdx.x / 16;
-    }
-  }
-  static __device__ __forceinline__ int shift_of(int group_across) {
-    return F == Factors::Line32 ? group_across % 8 * 2 : group_across;
-  }
+  int across = static_cast<int>(threadIdx.x) % 16, down = static_cast<int>(threadIdx.x) / 16;
 };
 
 /// The first `count` of 16 codes.
@@ -133,13 +118,11 @@ static __device__ __noinline__ void store_bytes(uint8_t* to, uint4 codes, int64_
 }
 
 /// 8 codes of column 8 * across + j.
-template <Factors F>
-__device__ __forceinline__ void put_turned(uint2* turned, Seat<F> seat, int j, uint2 codes) {
-  turned[(seat.across * kSide + j) * 16 + (seat.down ^ Seat<F>::shift_of(seat.across))] = codes;
+__device__ __forceinline__ void put_turned(uint2* turned, Seat seat, int j, uint2 codes) {
+  turned[(seat.across * kSide + j) * 16 + (seat.down ^ seat.across)] = codes;
 }
 
 /// The tile's columns, after a barrier.
-template <Factors F>
 __device__ __forceinline__ void write_turned(const QuantizeOutput& out, const uint2* turned,
                                              TilePlace place) {
   const int q = threadIdx.x % 8;
@@ -150,11 +133,9 @@ __device__ __forceinline__ void write_turned(const QuantizeOutput& out, const ui
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int column = threadIdx.x / 8 + 32 * i;
-    const int shift = Seat<F>::shift_of(column / kSide);
+    const int shift = column / kSide;
     uint4 codes = reinterpret_cast<const uint4*>(turned)[column * 8 + (q ^ (shift >> 1))];
-    if (F != Factors::Line32 && (shift & 1) != 0) {
-      codes = make_uint4(codes.z, codes.w, codes.x, codes.y);
-    }
+    if ((shift & 1) != 0) codes = make_uint4(codes.z, codes.w, codes.x, codes.y);
     if (32 * i < end) {
       if (out.vectors) {
         *reinterpret_cast<uint4*>(to) = codes;
@@ -178,8 +159,7 @@ __device__ __forceinline__ void turn_4(uint32_t a, uint32_t b, uint32_t c, uint3
 }
 
 /// A thread's 8x8 codes to the shared memory of the columns.
-template <Factors F>
-__device__ __forceinline__ void put_all_turned(uint2* turned, Seat<F> seat,
+__device__ __forceinline__ void put_all_turned(uint2* turned, Seat seat,
                                                const uint32_t (&codes)[kSide][2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -188,7 +168,7 @@ __device__ __forceinline__ void put_all_turned(uint2* turned, Seat<F> seat,
     turn_4(codes[4][half], codes[5][half], codes[6][half], codes[7][half], lower);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      put_turned<F>(turned, seat, half * 4 + j, make_uint2(upper[j], lower[j]));
+      put_turned(turned, seat, half * 4 + j, make_uint2(upper[j], lower[j]));
     }
   }
 }
@@ -199,7 +179,7 @@ struct CastShared {
   uint32_t amax;
   uint32_t warps[8];
   alignas(16) uint16_t columns[8][kTile];
-  alignas(16) float factors[kTile];
+  alignas(16) float factors[4][kTile];     // of columns; Line32: of their blocks
   alignas(16) uint8_t codes[2][kTile][4];  // Line32: of the scales, by row and by column
 };
 
@@ -254,16 +234,14 @@ struct RowWriter {
   int rows;
   __device__ __forceinline__ void put(uint2 codes, int k) const {
     if (k < rows) {
-      *reinterpret_cast<uint2*>(to + static_cast<uint64_t>(static_cast<uint32_t>(k)) * stride) =
-          codes;
+      __stwb(reinterpret_cast<uint2*>(to + wide_product(static_cast<uint32_t>(k), stride)), codes);
     }
   }
 };
 
 /// `rows`: those of the thread that are in the matrix.
-template <Factors F>
 __device__ __forceinline__ RowWriter row_writer(const QuantizePlan& plan, TilePlace place,
-                                                Seat<F> seat, int rows) {
+                                                Seat seat, int rows) {
   const QuantizeOutput& out = plan.rowwise;
   uint8_t* to =
       out.data + (place.row + seat.down * kSide) * out.stride + place.column + seat.across * kSide;

@@ -8,9 +8,8 @@ namespace ligature::cuda {
 
 template <typename T, Element E>
 __device__ __forceinline__ void cast_square(const QuantizePlan& plan, const Words& v,
-                                            TilePlace place, const RowWriter& writer,
-                                            Seat<Factors::Square128> seat, CastShared& shared,
-                                            uint2* turned) {
+                                            TilePlace place, const RowWriter& writer, Seat seat,
+                                            CastShared& shared, uint2* turned) {
   uint32_t pair = 0;
 #pragma unroll
   for (int k = 0; k < kSide; ++k) {
@@ -39,9 +38,9 @@ __device__ __forceinline__ void cast_square(const QuantizePlan& plan, const Word
     writer.put(row, k);
   }
   if (plan.columnwise.data == nullptr) return;
-  put_all_turned<Factors::Square128>(turned, seat, codes);
+  put_all_turned(turned, seat, codes);
   __syncthreads();
-  write_turned<Factors::Square128>(plan.columnwise, turned, place);
+  write_turned(plan.columnwise, turned, place);
 }
 
 /// Largest magnitudes of the rows, two of them to a word, and of the columns.
@@ -69,11 +68,37 @@ __device__ __forceinline__ void find_lines(const Words& v, uint32_t (&rows)[4],
   }
 }
 
+/// What a warp knows of the columns, for all warps: after a barrier, [warp][column].
+__device__ __forceinline__ void share_columns(uint32_t (&columns)[4], Seat seat,
+                                              CastShared& shared) {
+  halve<4>(columns, 16);
+  *reinterpret_cast<uint2*>(
+      &shared.columns[threadIdx.x / 32][seat.across * kSide + (threadIdx.x & 16) / 4]) =
+      make_uint2(columns[0], columns[1]);
+}
+
+/// Column-wise codes, with the factors of the tile's columns.
+template <typename T, Element E>
+__device__ __forceinline__ void write_columns(const QuantizePlan& plan, const Words& v,
+                                              TilePlace place, Seat seat, const float* given,
+                                              uint2* turned) {
+#pragma unroll
+  for (int j = 0; j < kSide; j += 4) {
+    const float4 f = *reinterpret_cast<const float4*>(given + seat.across * kSide + j);
+    const float factors[4] = {f.x, f.y, f.z, f.w};
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      put_turned(turned, seat, j + u, encode_column<T, E>(v, j + u, factors[u]));
+    }
+  }
+  __syncthreads();
+  write_turned(plan.columnwise, turned, place);
+}
+
 template <typename T, Element E>
 __device__ __forceinline__ void cast_lines_128(const QuantizePlan& plan, const Words& v,
-                                               TilePlace place, const RowWriter& writer,
-                                               Seat<Factors::Line128> seat, CastShared& shared,
-                                               uint2* turned) {
+                                               TilePlace place, const RowWriter& writer, Seat seat,
+                                               CastShared& shared, uint2* turned) {
   const Format& format = plan.format;
   const int lane = threadIdx.x % 32;
   uint32_t rows[4], columns[4];
@@ -99,10 +124,7 @@ __device__ __forceinline__ void cast_lines_128(const QuantizePlan& plan, const W
     }
   }
   if (plan.columnwise.data == nullptr) return;
-  halve<4>(columns, 16);
-  *reinterpret_cast<uint2*>(
-      &shared.columns[threadIdx.x / 32][seat.across * kSide + (lane & 16) / 4]) =
-      make_uint2(columns[0], columns[1]);
+  share_columns(columns, seat, shared);
   __syncthreads();
   if (threadIdx.x < kTile) {
     uint32_t largest = 0;
@@ -112,29 +134,18 @@ __device__ __forceinline__ void cast_lines_128(const QuantizePlan& plan, const W
     }
     const float factor = factor_of(wide_bits<T>(largest), kMaxCode<E>, format.amax_epsilon,
                                    format.power_of_2_scales);
-    shared.factors[threadIdx.x] = factor;
+    shared.factors[0][threadIdx.x] = factor;
     const int64_t line = place.column + threadIdx.x;
     if (line < plan.columns) put_scale(plan.columnwise, line, place.row / kTile, factor);
   }
   __syncthreads();
-#pragma unroll
-  for (int j = 0; j < kSide; j += 4) {
-    const float4 f = *reinterpret_cast<const float4*>(&shared.factors[seat.across * kSide + j]);
-    const float factors[4] = {f.x, f.y, f.z, f.w};
-#pragma unroll
-    for (int u = 0; u < 4; ++u) {
-      put_turned<Factors::Line128>(turned, seat, j + u, encode_column<T, E>(v, j + u, factors[u]));
-    }
-  }
-  __syncthreads();
-  write_turned<Factors::Line128>(plan.columnwise, turned, place);
+  write_columns<T, E>(plan, v, place, seat, shared.factors[0], turned);
 }
 
 template <typename T, Element E>
 __device__ __forceinline__ void cast_lines_32(const QuantizePlan& plan, const Words& v,
-                                              TilePlace place, const RowWriter& writer,
-                                              Seat<Factors::Line32> seat, CastShared& shared,
-                                              uint2* turned) {
+                                              TilePlace place, const RowWriter& writer, Seat seat,
+                                              CastShared& shared, uint2* turned) {
   const int lane = threadIdx.x % 32;
   const int64_t row = place.row + seat.down * kSide, column = place.column + seat.across * kSide;
   uint32_t rows[4], columns[4];
@@ -166,28 +177,27 @@ __device__ __forceinline__ void cast_lines_32(const QuantizePlan& plan, const Wo
     }
   }
   if (plan.columnwise.data == nullptr) return;
-  halve<4>(columns, 16);
-  halve<2>(columns, 8);
-  const BlockFactor even = mx_factor(wide_bits<T>(columns[0] & 0xffffu), kMaxCode<E>);
-  const BlockFactor odd = mx_factor(wide_bits<T>(columns[0] >> 16), kMaxCode<E>);
-  if (gathers) {
-    const int within = seat.across * kSide + (lane >> 3) * 2, down = seat.down / 4;
-    shared.codes[1][within][down] = static_cast<uint8_t>(even.code);
-    shared.codes[1][within + 1][down] = static_cast<uint8_t>(odd.code);
-  } else {
-    const int64_t line = column + (lane >> 3) * 2;
-    if (line < plan.columns && row / 32 * 32 < plan.rows) {
+  share_columns(columns, seat, shared);
+  __syncthreads();
+  {
+    // Of 32 rows each: two warps'.
+    const int block = threadIdx.x / 64, pair = threadIdx.x % 64 * 2;
+    const uint32_t largest =
+        __vmaxu2(*reinterpret_cast<const uint32_t*>(&shared.columns[2 * block][pair]),
+                 *reinterpret_cast<const uint32_t*>(&shared.columns[2 * block + 1][pair]));
+    const BlockFactor even = mx_factor(wide_bits<T>(largest & 0xffffu), kMaxCode<E>);
+    const BlockFactor odd = mx_factor(wide_bits<T>(largest >> 16), kMaxCode<E>);
+    *reinterpret_cast<float2*>(&shared.factors[block][pair]) = make_float2(even.factor, odd.factor);
+    const int64_t line = place.column + pair, first = place.row + block * 32;
+    if (gathers) {
+      shared.codes[1][pair][block] = static_cast<uint8_t>(even.code);
+      shared.codes[1][pair + 1][block] = static_cast<uint8_t>(odd.code);
+    } else if (line < plan.columns && first < plan.rows) {
       uint8_t* scale = static_cast<uint8_t*>(plan.columnwise.scale) +
-                       line * plan.columnwise.scale_stride + row / 32;
+                       line * plan.columnwise.scale_stride + first / 32;
       scale[0] = static_cast<uint8_t>(even.code);
       scale[plan.columnwise.scale_stride] = static_cast<uint8_t>(odd.code);
     }
-  }
-#pragma unroll
-  for (int j = 0; j < kSide; ++j) {
-    const float f =
-        __shfl_sync(0xffffffffu, j % 2 == 0 ? even.factor : odd.factor, (lane & 7) | (j >> 1) << 3);
-    put_turned<Factors::Line32>(turned, seat, j, encode_column<T, E>(v, j, f));
   }
   __syncthreads();
   if (gathers) {
@@ -200,7 +210,7 @@ __device__ __forceinline__ void cast_lines_32(const QuantizePlan& plan, const Wo
                                  block) =
         *reinterpret_cast<const uint32_t*>(shared.codes[turn ? 1 : 0][t]);
   }
-  write_turned<Factors::Line32>(plan.columnwise, turned, place);
+  write_columns<T, E>(plan, v, place, seat, shared.factors[seat.down / 4], turned);
 }
 
 }  // namespace ligature::cuda

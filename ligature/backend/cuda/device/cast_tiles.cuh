@@ -28,6 +28,13 @@ __device__ __forceinline__ uint4 read_16(const void* from) {
   return v;
 }
 
+/// A block's tile. Whoever wrote or read the matrix before went from its beginning to its end: what
+/// the cache still has of it is the end.
+__device__ __forceinline__ TilePlace last_first() {
+  return {static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile,
+          static_cast<int64_t>(gridDim.x - 1 - blockIdx.x) * kTile};
+}
+
 template <typename T>
 __device__ __forceinline__ uint32_t pack_2(float low, float high) {
   uint32_t r;
@@ -76,7 +83,7 @@ struct Reader {
   __device__ __forceinline__ const void* at(const QuantizePlan& plan, int s, int k) const {
     const auto bytes = static_cast<uint32_t>(Source::stride(plan, s)) * 2u;
     return reinterpret_cast<const char*>(from[s]) +
-           static_cast<uint64_t>(min(static_cast<uint32_t>(k), last)) * bytes;
+           wide_product(min(static_cast<uint32_t>(k), last), bytes);
   }
 };
 
@@ -92,20 +99,17 @@ constexpr int cast_bytes() {
 }
 
 /// Of a warp's groups of rows by shuffles, of the warps in shared memory, in order.
-template <typename Source, Factors F>
+template <typename Source>
 __device__ __forceinline__ void put_sums(float (&sums)[Source::kTiles][kSide], float* shared,
-                                         Seat<F> seat) {
-  constexpr bool kWide = F == Factors::Line32;  // a warp has four groups down
-  const int part = kWide ? threadIdx.x / 64 : threadIdx.x / 32;
-  float* mine = shared + part * (Source::kTiles * kTile) + seat.across * kSide;
+                                         Seat seat) {
+  float* mine = shared + threadIdx.x / 32 * (Source::kTiles * kTile) + seat.across * kSide;
 #pragma unroll
   for (int t = 0; t < Source::kTiles; ++t) {
 #pragma unroll
     for (int j = 0; j < kSide; ++j) {
       sums[t][j] = __fadd_rn(sums[t][j], __shfl_down_sync(0xffffffffu, sums[t][j], 16));
-      if (kWide) sums[t][j] = __fadd_rn(sums[t][j], __shfl_down_sync(0xffffffffu, sums[t][j], 8));
     }
-    if (threadIdx.x % 32 < (kWide ? 8 : 16)) {
+    if (threadIdx.x % 32 < 16) {
 #pragma unroll
       for (int j = 0; j < kSide; j += 4) {
         *reinterpret_cast<float4*>(mine + t * kTile + j) =
@@ -127,9 +131,8 @@ __global__ void __launch_bounds__(kCastThreads, Source::template resident<F>())
   [[maybe_unused]] uint4* slots = dynamic_memory + threadIdx.x;
   uint2* turned = reinterpret_cast<uint2*>(dynamic_memory + kSlots);
   [[maybe_unused]] uint4* staged = dynamic_memory + kSlots + kTurnedBytes / 16 + threadIdx.x;
-  const Seat<F> seat;
-  const TilePlace place{static_cast<int64_t>(blockIdx.y) * kTile,
-                        static_cast<int64_t>(blockIdx.x) * kTile};
+  const Seat seat;
+  const TilePlace place = last_first();
   const int64_t row = place.row + seat.down * kSide, column = place.column + seat.across * kSide;
   const Reader<Source> reader(source, plan, row, column);
   [[maybe_unused]] uint4 loaded[Source::kAsync ? 1 : kSide][S];
@@ -155,7 +158,7 @@ __global__ void __launch_bounds__(kCastThreads, Source::template resident<F>())
   // Of the thread in the matrix.
   const int rows =
       column < units ? static_cast<int>(max(min(plan.rows - row, int64_t{kSide}), int64_t{0})) : 0;
-  const RowWriter writer = row_writer<F>(plan, place, seat, rows);
+  const RowWriter writer = row_writer(plan, place, seat, rows);
   [[maybe_unused]] float sums[kTiles][kSide] = {};
   [[maybe_unused]] uint32_t amax = 0;
   [[maybe_unused]] uint32_t codes[kTiles][kSide][2];
@@ -202,7 +205,7 @@ __global__ void __launch_bounds__(kCastThreads, Source::template resident<F>())
   [[maybe_unused]] float* shared_sums = reinterpret_cast<float*>(dynamic_memory);
   if constexpr (Source::kSums) {
     __syncthreads();  // the slots are free
-    put_sums<Source, F>(sums, shared_sums, seat);
+    put_sums<Source>(sums, shared_sums, seat);
     if (F != Factors::Tensor || plan.columnwise.data == nullptr) __syncthreads();
   }
   const auto write_sums = [&] {
@@ -210,7 +213,7 @@ __global__ void __launch_bounds__(kCastThreads, Source::template resident<F>())
       if (threadIdx.x >= kTiles * kTile) return;
       float sum = shared_sums[threadIdx.x];
 #pragma unroll
-      for (int w = 1; w < (F == Factors::Line32 ? 4 : 8); ++w) {
+      for (int w = 1; w < 8; ++w) {
         sum = __fadd_rn(sum, shared_sums[w * (kTiles * kTile) + threadIdx.x]);
       }
       Source::write_sum(source, plan, place, static_cast<int>(threadIdx.x), sum);
@@ -221,13 +224,13 @@ __global__ void __launch_bounds__(kCastThreads, Source::template resident<F>())
     if (plan.columnwise.data != nullptr) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        put_all_turned<F>(turned + t * (kTurnedBytes / 8), seat, codes[t]);
+        put_all_turned(turned + t * (kTurnedBytes / 8), seat, codes[t]);
       }
       __syncthreads();
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        write_turned<F>(plan.columnwise, turned + t * (kTurnedBytes / 8),
-                        {place.row, place.column + t * Source::apart(plan)});
+        write_turned(plan.columnwise, turned + t * (kTurnedBytes / 8),
+                     {place.row, place.column + t * Source::apart(plan)});
       }
     }
     write_sums();

@@ -66,6 +66,17 @@ LIGATURE_BOTH float rounded_quotient(float a, float b) {
 #endif
 }
 
+/// Said outright: from a product of 64 bits the compiler makes one more addition.
+LIGATURE_BOTH uint64_t wide_product(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return uint64_t{a} * b;
+#endif
+}
+
 LIGATURE_BOTH float largest_of(Element element) {
   return element == Element::E4M3 ? 448.0f : element == Element::E5M2 ? 57344.0f : 6.0f;
 }
@@ -131,13 +142,6 @@ LIGATURE_BOTH float decode_fp8(uint32_t code) {
   return float_of(bits | ((code & 0x80u) << 24));
 }
 
-/// The least power of two at or above q >= 0, as its exponent + 127.
-LIGATURE_BOTH uint32_t encode_e8m0(float q) {
-  const uint32_t bits = bits_of(q);
-  const uint32_t code = (bits + 0x7fffffu) >> 23;
-  return bits <= 0x400000u ? 0u : code < 254u ? code : 254u;
-}
-
 /// 2^(code - 127); 2^-127 is not a normal number.
 LIGATURE_BOTH float decode_e8m0(uint32_t code) {
   return float_of(code == 255u ? 0x7fc00000u : code == 0u ? 0x400000u : code << 23);
@@ -161,9 +165,15 @@ LIGATURE_BOTH float factor_of(uint32_t amax_bits, float max, float epsilon, bool
   return float_of(power_of_2 ? bits & kInfinityBits : bits);
 }
 
+/// The code of the least power of two at or above amax / max, as the quotient is rounded. Both
+/// largest values are 1.75 times a power of two: whether the mantissa is above 1.75 decides, but at
+/// 2^-127, the least code, where the quotient has a bit less than amax.
 LIGATURE_BOTH BlockFactor mx_factor(uint32_t amax_bits, float max) {
-  const uint32_t code = encode_e8m0(rounded_quotient(float_of(amax_bits), max));
-  return {decode_e8m0(254u - code), 0.0f, code};
+  if (amax_bits >= kInfinityBits) return {float_of(0x400000u), 0.0f, 254u};
+  const uint32_t exponent = (bits_of(max) >> 23) - 127u;
+  const uint32_t code =
+      amax_bits <= ((exponent << 23) | 0x600001u) ? 0u : ((amax_bits + 0x1fffffu) >> 23) - exponent;
+  return {float_of((254u - code) << 23), 0.0f, code};
 }
 
 #ifdef __CUDACC__

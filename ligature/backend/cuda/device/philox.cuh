@@ -14,8 +14,8 @@ LIGATURE_BOTH void philox(uint64_t counter, uint64_t stream, uint64_t seed, uint
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   LIGATURE_UNROLL
   for (int round = 0; round < 10; ++round) {
-    const uint64_t first = uint64_t{0xd2511f53u} * a;
-    const uint64_t second = uint64_t{0xcd9e8d57u} * c;
+    const uint64_t first = wide_product(a, 0xd2511f53u);
+    const uint64_t second = wide_product(c, 0xcd9e8d57u);
     a = static_cast<uint32_t>(second >> 32) ^ b ^ key0;
     c = static_cast<uint32_t>(first >> 32) ^ d ^ key1;
     b = static_cast<uint32_t>(second);
