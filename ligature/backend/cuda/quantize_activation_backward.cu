@@ -40,29 +40,34 @@ struct BackwardRows {
   static __device__ __forceinline__ Columns columns(const ActivationSource&, int64_t) { return {}; }
   static __device__ __forceinline__ void make(const ActivationSource& source,
                                               const uint4 (&in)[kStreams], Row, const Columns&,
-                                              bool inside, uint32_t (&out)[kTiles][4],
+                                              bool summed, uint32_t (&out)[kTiles][4],
                                               float (&sums)[kTiles][kSide]) {
+    Gradient g[kSide];
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) {
+      g[j] = F::gradient(value_of<T>(in[0], j), value_of<T>(in[1], j),
+                         F::gated ? value_of<T>(in[kStreams - 1], j) : 0.0f, source.params);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      Gradient g[2];
-#pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        const int j = 2 * i + u;
-        g[u] = F::gradient(value_of<T>(in[0], j), value_of<T>(in[1], j),
-                           F::gated ? value_of<T>(in[kStreams - 1], j) : 0.0f, source.params);
-        if (!inside) continue;
-        sums[0][j] = __fadd_rn(sums[0][j], g[u].da);
-        if constexpr (F::gated) sums[1][j] = __fadd_rn(sums[1][j], g[u].db);
-      }
-      out[0][i] = pack_2<T>(g[0].da, g[1].da);
-      if constexpr (F::gated) out[1][i] = pack_2<T>(g[0].db, g[1].db);
+      out[0][i] = pack_2<T>(g[2 * i].da, g[2 * i + 1].da);
+      if constexpr (F::gated) out[1][i] = pack_2<T>(g[2 * i].db, g[2 * i + 1].db);
     }
+    if (!summed) return;
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) {
+      sums[0][j] = __fadd_rn(sums[0][j], g[j].da);
+      if constexpr (F::gated) sums[1][j] = __fadd_rn(sums[1][j], g[j].db);
+    }
+  }
+  static __device__ __forceinline__ bool wants_sums(const ActivationSource& source) {
+    return source.dbias != nullptr;
   }
   static __device__ __forceinline__ void write_sum(const ActivationSource& source,
                                                    const QuantizePlan& plan, TilePlace place, int i,
                                                    float sum) {
     const int64_t column = place.column + i % kTile;
-    if (source.dbias == nullptr || column >= units(plan)) return;
+    if (column >= units(plan)) return;
     source.dbias[place.row / kTile * plan.columns + i / kTile * units(plan) + column] = sum;
   }
 };

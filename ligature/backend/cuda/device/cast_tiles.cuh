@@ -6,7 +6,9 @@
 //   Value              what they are rounded to: __half or __nv_bfloat16
 //   kStreams           matrices it reads; kTiles: 1 or 2 that it writes, apart(plan) columns apart
 //   kDepth             rows on their way to a thread; kAsync: through shared memory
-//   kSums              whether it adds up columns: write_sum() has the sum over a tile's rows
+//   kSums              whether it adds up columns where wants_sums() says so: write_sum() has the
+//   sum
+//                      over a tile's rows
 //   Arguments, Row and Columns, what it keeps of a row and of a thread's columns
 //   units(plan)        columns of a matrix that it reads
 //   from(), row(), columns(), make()
@@ -160,6 +162,8 @@ __global__ void __launch_bounds__(kCastThreads, Source::template resident<F>())
       column < units ? static_cast<int>(max(min(plan.rows - row, int64_t{kSide}), int64_t{0})) : 0;
   const RowWriter writer = row_writer(plan, place, seat, rows);
   [[maybe_unused]] float sums[kTiles][kSide] = {};
+  bool summed = false;
+  if constexpr (Source::kSums) summed = Source::wants_sums(source);
   [[maybe_unused]] uint32_t amax = 0;
   [[maybe_unused]] uint32_t codes[kTiles][kSide][2];
   [[maybe_unused]] Words v;
@@ -182,7 +186,7 @@ __global__ void __launch_bounds__(kCastThreads, Source::template resident<F>())
       end_batch();  // of nothing: one for each row
     }
     uint32_t made[kTiles][4];
-    Source::make(source, in, given, columns, k < rows, made, sums);
+    Source::make(source, in, given, columns, summed && k < rows, made, sums);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       if constexpr (F == Factors::Tensor) {
@@ -204,13 +208,15 @@ __global__ void __launch_bounds__(kCastThreads, Source::template resident<F>())
   }
   [[maybe_unused]] float* shared_sums = reinterpret_cast<float*>(dynamic_memory);
   if constexpr (Source::kSums) {
-    __syncthreads();  // the slots are free
-    put_sums<Source>(sums, shared_sums, seat);
-    if (F != Factors::Tensor || plan.columnwise.data == nullptr) __syncthreads();
+    if (summed) {
+      __syncthreads();  // the slots are free
+      put_sums<Source>(sums, shared_sums, seat);
+      if (F != Factors::Tensor || plan.columnwise.data == nullptr) __syncthreads();
+    }
   }
   const auto write_sums = [&] {
     if constexpr (Source::kSums) {
-      if (threadIdx.x >= kTiles * kTile) return;
+      if (!summed || threadIdx.x >= kTiles * kTile) return;
       float sum = shared_sums[threadIdx.x];
 #pragma unroll
       for (int w = 1; w < 8; ++w) {
