@@ -75,7 +75,7 @@ TOOLS = {
 # What these two do not see: copies that the tensor memory accelerator makes, in cuBLASLt's products
 # and in ours.
 BLIND = ("racecheck", "initcheck")
-BY_TMA = "CudaGemm*:CudaGatedLinear*:CudaActivatedLinear*:CudaLaunch*"
+BY_TMA = "CudaGemm*:CudaGated*:CudaActivatedLinear*:CudaLaunch*"
 START = 3.0  # until a process has imported torch
 TOLD = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed)")
 SHOWN = 7000  # characters of failures
