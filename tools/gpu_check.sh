@@ -68,7 +68,7 @@ bench() {
 # The kernels' own tests.
 sanitize() {
   echo "== compute-sanitizer: memcheck, racecheck, initcheck"
-  "$python" tools/run_tests.py --gpu --no-python --jobs "$jobs" --limit "${SANITIZE_SECONDS:-180}" \
+  "$python" tools/run_tests.py --gpu --no-python --jobs "$jobs" --limit "${SANITIZE_SECONDS:-300}" \
     --logs "$logs/sanitize" --cpp $build/bin/ligature_tests --cpp-shards 5 \
     "--cpp-filter=${TEST_FILTER:-Cuda*:QuantizeCuda*-*MoreThan*}" \
     --under memcheck --under racecheck --under initcheck
