@@ -6,9 +6,8 @@
 //   Value              what they are rounded to: __half or __nv_bfloat16
 //   kStreams           matrices it reads; kTiles: 1 or 2 that it writes, apart(plan) columns apart
 //   kDepth             rows on their way to a thread; kAsync: through shared memory
-//   kSums              whether it adds up columns where wants_sums() says so: write_sum() has the
-//   sum
-//                      over a tile's rows
+//   kSums              whether it adds up columns, where wants_sums(): write_sum() has those of a
+//                      tile's rows
 //   Arguments, Row and Columns, what it keeps of a row and of a thread's columns
 //   units(plan)        columns of a matrix that it reads
 //   from(), row(), columns(), make()
