@@ -148,9 +148,7 @@ std::shared_ptr<const Plan> make_plan(std::vector<BasicOpPtr> ops,
   for (const auto* steps : {&plan->forward, &plan->backward}) {
     for (const PlanStep& step : *steps) plan->has_guests |= step.kind.guest;
   }
-  for (size_t i = 0; i < plan->basic_ops.size(); ++i) {
-    plan->has_extras |= !plan->wiring->inputs[i].empty() || !plan->wiring->outputs[i].empty();
-  }
+  plan->has_extras = plan->wiring->has_extras();
   return plan;
 }
 

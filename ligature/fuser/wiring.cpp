@@ -76,6 +76,12 @@ Wiring wire(const std::vector<BasicOpPtr>& ops, const std::vector<std::string>& 
   return wiring;
 }
 
+bool Wiring::has_extras() const {
+  const auto some = [](const auto& slots) { return !slots.empty(); };
+  return std::any_of(inputs.begin(), inputs.end(), some) ||
+         std::any_of(outputs.begin(), outputs.end(), some);
+}
+
 Wiring wire_without_channels(const std::vector<BasicOpPtr>& ops) {
   Wiring wiring;
   wiring.inputs.resize(ops.size());

@@ -29,6 +29,9 @@ struct Wiring {
   std::vector<std::string> caller_outputs;
   /// Was the output asked for by the user, or only by a run that continues this one?
   std::vector<bool> output_to_user;
+
+  /// Are there extra inputs or outputs, the caller's or on channels?
+  bool has_extras() const;
 };
 
 /// `open_channels`: channels that cross the ends of this run. Their missing producers are extra

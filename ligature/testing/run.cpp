@@ -111,9 +111,7 @@ std::shared_ptr<const Plan> Plans::get(size_t first_backward_op) {
   auto plan = std::make_shared<Plan>();
   plan->basic_ops = subject_.ops;
   plan->wiring = wiring_;
-  for (size_t i = 0; i < wiring_->inputs.size(); ++i) {
-    plan->has_extras |= !wiring_->inputs[i].empty() || !wiring_->outputs[i].empty();
-  }
+  plan->has_extras = wiring_->has_extras();
   plan->first_backward_op = first_backward_op;
   plan->options = options_;
   plan->options.requires_grad = first_backward_op < subject_.ops.size();
