@@ -67,8 +67,8 @@ LinearActivation gated_forward(const LinearFwdArgs& fwd, const kernels::Activati
     auto both = kernels::linear_gated_forward(fwd.x.tensor(), fwd.w.tensor(), spec);
     return {std::move(both.z), std::move(both.a)};
   }
-  GatedProduct both = quantized_linear_gated_forward(fwd.x, fwd.w, fwd.product(), spec,
-                                                     target.args(fwd.x.device()), need_z);
+  auto both = quantized_linear_gated_forward(fwd.x, fwd.w, fwd.product(), spec,
+                                             target.args(fwd.x.device()), need_z);
   at::DimVector sizes(fwd.x.sizes());
   sizes.back() = fwd.w.sizes()[0] / 2;
   return {std::move(both.z), target.quantizer->assemble(std::move(both.a), sizes, fwd.dtype)};

@@ -3,13 +3,19 @@
 // runs_gated_linear() tells, and there is no other way to compute it behind these calls.
 #pragma once
 
-#include "ligature/kernels/activation.h"
+#include "ligature/kernels/quantize.h"
 
 namespace ligature::kernels {
 
 struct GatedForward {
   Tensor z;  ///< x w^T
   Tensor a;  ///< the activation of z
+};
+
+/// Of operands in low precision, with the activation in low precision as well.
+struct GatedForwardQuantized {
+  Tensor z;  ///< undefined where it was not asked for
+  QuantizedPair a;
 };
 
 struct GatedBackward {

@@ -327,26 +327,28 @@ bool runs_quantized_gated(const Value& x, const Value& w, const ProductArgs& arg
   return operands && cuda::runs_gated_codes(operands->a, operands->b, spec, to);
 }
 
-GatedProduct quantized_linear_gated_forward(const Value& x, const Value& w, const ProductArgs& args,
-                                            const kernels::ActivationSpec& spec,
-                                            const kernels::QuantizeArgs& to, bool need_z) {
+kernels::GatedForwardQuantized quantized_linear_gated_forward(const Value& x, const Value& w,
+                                                              const ProductArgs& args,
+                                                              const kernels::ActivationSpec& spec,
+                                                              const kernels::QuantizeArgs& to,
+                                                              bool need_z) {
   const char* name = "linear_gated_forward_quantize";
   const kernels::KernelScope scope(name, "cuda, fast accumulation");
   const auto operands = gated_operands({x}, {w}, args);
   LIGATURE_CHECK(operands && cuda::takes_gated_codes(operands->a, operands->b, spec, to.format),
                  "[", name, "] operands must be what its kernels take, got ", x.sizes(), " and ",
                  w.sizes(), " for ", kernels::activation_name(spec.kind), " in ", to.format.name());
+  kernels::GatedForwardQuantized made;
   if (operands->without_memory()) {
     const auto meta = at::TensorOptions(args.dtype).device(at::kMeta);
     const int64_t rows = operands->a.rows, columns = operands->b.rows;
-    GatedProduct made;
-    if (need_z) made.z = as_rows_of(at::empty({rows, columns}, meta), x.sizes());
+    if (need_z) made.z = at::empty({rows, columns}, meta);
     made.a = shapes::quantize({rows, columns / 2}, to, meta);
-    return made;
+  } else {
+    made = cuda::linear_gated_forward_quantize(operands->a, operands->b, spec, to, need_z);
   }
-  auto made = cuda::linear_gated_forward_quantize(operands->a, operands->b, spec, to, need_z);
   if (need_z) made.z = as_rows_of(made.z, x.sizes());
-  return {std::move(made.z), std::move(made.a)};
+  return made;
 }
 
 Tensor quantized_linear_input_grad(const Value& dy, const Value& w, const ProductArgs& args) {

@@ -5,7 +5,7 @@
 // each block's partial sum.
 #pragma once
 
-#include "ligature/kernels/quantize.h"
+#include "ligature/kernels/gated_linear.h"
 #include "ligature/value.h"
 
 namespace ligature {
@@ -28,20 +28,17 @@ struct ProductArgs {
 /// y = alpha * x w^T + bias + add
 Tensor quantized_linear_forward(const Value& x, const Value& w, const ProductArgs& args);
 
-/// A linear layer's product and the gated activation behind it, which is wanted in low precision:
-/// one kernel where the device has it.
-struct GatedProduct {
-  Tensor z;  ///< as quantized_linear_forward gives it; undefined where it was not asked for
-  kernels::QuantizedPair a;
-};
-/// Is there such a kernel for these operands, and is it faster than the two one after the other?
-/// `to`: the format of the activation.
+/// Is there one kernel for the product of these operands and the gated activation behind it, in the
+/// format `to`, and is it faster than the two one after the other?
 bool runs_quantized_gated(const Value& x, const Value& w, const ProductArgs& args,
                           const kernels::ActivationSpec& spec, const Format& to);
-/// Whether it is faster or not; there is no other way to compute it behind this call.
-GatedProduct quantized_linear_gated_forward(const Value& x, const Value& w, const ProductArgs& args,
-                                            const kernels::ActivationSpec& spec,
-                                            const kernels::QuantizeArgs& to, bool need_z);
+/// z as quantized_linear_forward gives it, and its activation: by that kernel, whether it is faster
+/// or not. There is no other way to compute it behind this call.
+kernels::GatedForwardQuantized quantized_linear_gated_forward(const Value& x, const Value& w,
+                                                              const ProductArgs& args,
+                                                              const kernels::ActivationSpec& spec,
+                                                              const kernels::QuantizeArgs& to,
+                                                              bool need_z);
 
 /// dx = alpha * dy w + add
 Tensor quantized_linear_input_grad(const Value& dy, const Value& w, const ProductArgs& args);

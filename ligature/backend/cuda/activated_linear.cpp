@@ -116,10 +116,6 @@ bool is_matrix(const Tensor& t) { return readable(t) && t.size(-1) % 8 == 0; }
 
 int64_t rows_of(const Tensor& t) { return t.numel() / t.size(-1); }
 
-int place_of(const Tensor& t) {
-  return t.is_cuda() ? t.get_device() : static_cast<int>(c10::cuda::current_device());
-}
-
 // Stands for memory that is not there yet, as the allocator will give it.
 void* to_come() { return reinterpret_cast<void*>(uintptr_t{256}); }
 
@@ -177,8 +173,9 @@ Gemm weight_product(const Tensor& dy, const Tensor& x) {
 }
 
 bool exists(const Gemm& gemm, const Tensor& x) {
-  const DeviceGuard guard(static_cast<c10::DeviceIndex>(place_of(x)));
-  return gemm_available(gemm, place_of(x));
+  const at::Device device = place_of(x);
+  const DeviceGuard guard(device);
+  return gemm_available(gemm, device.index());
 }
 
 bool fits_forward(const Tensor& x, const Tensor& w, const Tensor& bias,

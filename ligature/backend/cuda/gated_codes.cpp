@@ -14,11 +14,6 @@ bool is_read(const QuantizedOperand& q) {
          q.matrix.data.is_contiguous();
 }
 
-at::Device place_of(const QuantizedOperand& q) {
-  const Tensor& data = q.matrix.data;
-  return data.is_cuda() ? data.device() : at::Device(at::kCUDA, c10::cuda::current_device());
-}
-
 GatedLinearArgs args_of(const QuantizedOperand& x, const QuantizedOperand& w,
                         const ActivationSpec& spec) {
   GatedLinearArgs args;
@@ -42,13 +37,14 @@ bool takes_gated_codes(const QuantizedOperand& x, const QuantizedOperand& w,
       to.element != Element::E4M3) {
     return false;
   }
-  const DeviceGuard guard(place_of(x));
+  const DeviceGuard guard(place_of(x.matrix.data));
   return gated_codes_fit(args_of(x, w, spec));
 }
 
 bool runs_gated_codes(const QuantizedOperand& x, const QuantizedOperand& w,
                       const ActivationSpec& spec, const Format& to) {
-  const int count = at::cuda::getDeviceProperties(place_of(x).index())->multiProcessorCount;
+  const int count =
+      at::cuda::getDeviceProperties(place_of(x.matrix.data).index())->multiProcessorCount;
   return choose_gated(GatedLinear::ForwardCodes, args_of(x, w, spec), count).pays &&
          takes_gated_codes(x, w, spec, to);
 }

@@ -17,10 +17,6 @@ bool readable(const Tensor& t) {
   return here && t.scalar_type() == at::kBFloat16 && t.is_contiguous() && !t.is_neg();
 }
 
-at::Device place_of(const Tensor& t) {
-  return t.is_cuda() ? t.device() : at::Device(at::kCUDA, c10::cuda::current_device());
-}
-
 bool aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
 
 GatedLinearArgs args_of(const Tensor& x, const Tensor& w, const ActivationSpec& spec,

@@ -1,4 +1,5 @@
-// Products with a gated activation beside them, called by kernels/gated_linear.cpp.
+// Products with a gated activation beside them, called by kernels/gated_linear.cpp and, of FP8
+// operands, by quantization/gemm.cpp.
 #pragma once
 
 #include "ligature/backend/cuda/gemm.h"
@@ -10,8 +11,8 @@ using at::Tensor;
 using kernels::ActivationSpec;
 using kernels::GatedBackward;
 using kernels::GatedForward;
+using kernels::GatedForwardQuantized;
 using kernels::QuantizeArgs;
-using kernels::QuantizedPair;
 
 bool has_gated_linear(const ActivationSpec& spec, at::ScalarType dtype, at::Device device);
 
@@ -27,14 +28,8 @@ GatedBackward linear_gated_backward(const Tensor& dy, const Tensor& w, const Ten
                                     const ActivationSpec& spec, bool need_a, bool over_z);
 
 // The same of FP8 operands with one factor each, x [rows, k] and w [2 n, k], where the activation
-// is wanted in FP8 as well.
+// is wanted in FP8 as well; z is bfloat16 [rows, 2 n]. `to`: the format of the activation.
 
-struct GatedForwardQuantized {
-  Tensor z;  ///< bfloat16 [rows, 2 n]; undefined where it was not asked for
-  QuantizedPair a;
-};
-
-/// `to`: the format of the activation.
 bool takes_gated_codes(const QuantizedOperand& x, const QuantizedOperand& w,
                        const ActivationSpec& spec, const Format& to);
 bool runs_gated_codes(const QuantizedOperand& x, const QuantizedOperand& w,

@@ -18,11 +18,6 @@ bool is_aligned(const Tensor& t, uintptr_t bytes = 16) {
   return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes == 0;
 }
 
-at::Device device_of(const QuantizedOperand& q) {
-  return q.matrix.data.is_cuda() ? q.matrix.data.device()
-                                 : at::Device(at::kCUDA, c10::cuda::current_device());
-}
-
 GemmType element_type(Element element) {
   return element == Element::E4M3   ? GemmType::E4M3
          : element == Element::E5M2 ? GemmType::E5M2
@@ -179,7 +174,7 @@ QuantizedSupport quantized_support(const QuantizedOperand& a, const QuantizedOpe
       return QuantizedSupport::No;
     }
   }
-  const at::Device device = device_of(a);
+  const at::Device device = place_of(a.matrix.data);
   const QuantizedSupport support = by_format(a, b, device);
   if (support == QuantizedSupport::No) return support;
   const DeviceGuard guard(device);

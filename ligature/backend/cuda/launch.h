@@ -39,6 +39,11 @@ inline Stream stream_of(const Tensor& x) {
   return c10::cuda::getCurrentCUDAStream(x.device().index()).stream();
 }
 
+/// Where a tensor is, or one without memory that stands for one here.
+inline at::Device place_of(const Tensor& x) {
+  return x.is_cuda() ? x.device() : at::Device(at::kCUDA, c10::cuda::current_device());
+}
+
 /// Multiprocessors of the tensor's device; asked once.
 int sm_count(const Tensor& x);
 

@@ -6,10 +6,11 @@
 namespace ligature::cuda {
 namespace {
 
+bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
 /// `units`: those of a tile; `depth`: of k in one.
 bool fits(const GatedLinearArgs& args, int64_t units, int64_t depth = 64) {
   constexpr int64_t kMost = int64_t{1} << 30;  // a kernel counts to twice that
-  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const bool kind = args.params.kind == Activation::SwiGLU || args.params.kind == Activation::GEGLU;
   return kind && args.params.interleave == 0 && args.rows > 0 && args.units > 0 && args.k > 0 &&
          args.rows < kMost && args.units < kMost && args.k < kMost && args.k % depth == 0 &&
@@ -29,7 +30,6 @@ bool gated_backward_fits(const GatedLinearArgs& args) {
 
 bool gated_codes_fit(const GatedLinearArgs& args) {
   const GatedCodes& codes = args.codes;
-  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   return fits(args, 128, 128) && args.rows % 16 == 0 && aligned(codes.rowwise) &&
          aligned(codes.columnwise) && has_gated_codes();
 }
