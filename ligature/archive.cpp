@@ -58,7 +58,10 @@ at::Device device_of(const Incoming& incoming) {
 }
 
 void write(Tensor parameter, const Value& value) {
-  if (const QuantizedPtr quantized = quantized_of(parameter)) {
+  const QuantizedPtr quantized = quantized_of(parameter);
+  if (quantized != nullptr && parameter.is_meta()) {
+    parameter.set_data(wrap_quantized(with_values(*quantized, value)));
+  } else if (quantized != nullptr) {
     write_quantized(quantized, value);
     if (!parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
   } else if (parameter.is_meta()) {
@@ -101,11 +104,13 @@ void FusibleOperation::load(InputArchive& archive) {
   if (!named_children().is_empty()) check_archive(*this, archive);
   const Incoming incoming(*this, archive, "");
   torch::NoGradGuard no_grad;
+  if (BasicOperation* part = recipe_state_owner()) {
+    for (const auto& state : part->quantizations()) state->move_to(device_of(incoming));
+  }
   if (incoming.state) {
     load_recipe_state(*recipe_state_owner(), *incoming.state, device_of(incoming));
   }
   for (const auto& [parameter, value] : incoming.parameters) {
-    if (!incoming.state) expect_values(parameter, value);
     write(parameter, value);
   }
   for (auto& item : named_buffers(/*recurse=*/false)) {

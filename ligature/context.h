@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "ligature/flags.h"
 #include "ligature/plain_state.h"
 #include "ligature/quantization/op_quantization.h"
 #include "ligature/value.h"
@@ -13,15 +14,15 @@
 namespace ligature {
 
 /// Which gradients an operation has to give, decided in forward and narrowed in backward to what
-/// the caller asked for. Bit i of `params` and `extra_inputs` stands for the i-th of them.
+/// the caller asked for. Flag i of `params` and `extra_inputs` stands for the i-th of them.
 struct GradFlags {
   bool op = false;     ///< the operation runs in backward at all
   bool input = false;  ///< its input needs a gradient
-  uint64_t params = 0;
-  uint64_t extra_inputs = 0;
+  Flags params;
+  Flags extra_inputs;
 
-  bool param(size_t i) const { return (params >> i) & 1U; }
-  bool extra_input(size_t i) const { return (extra_inputs >> i) & 1U; }
+  bool param(size_t i) const { return params[i]; }
+  bool extra_input(size_t i) const { return extra_inputs[i]; }
 };
 
 struct Contexts;

@@ -125,6 +125,30 @@ void FusibleOperation::copy_parameters(const FusibleOperation& from, FusibleOper
   for (const auto& item : to.parameters_) adopt_weight(*part, item.value());
 }
 
+void FusibleOperation::dequantize_for(torch::Dtype dtype) {
+  if (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) return;
+  torch::NoGradGuard no_grad;
+  for (auto& item : parameters_) {
+    const QuantizedPtr quantized = quantized_of(item.value());
+    if (quantized == nullptr) continue;
+    Tensor plain = quantized->dequantize().to(dtype);
+    if (item.value().requires_grad()) plain.set_requires_grad(true);
+    const Tensor& grad = item.value().grad();
+    if (grad.defined()) plain.mutable_grad() = grad.to(dtype);
+    item.value() = plain;
+  }
+}
+
+void FusibleOperation::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
+  dequantize_for(dtype);
+  torch::nn::Module::to(device, dtype, non_blocking);
+}
+
+void FusibleOperation::to(torch::Dtype dtype, bool non_blocking) {
+  dequantize_for(dtype);
+  torch::nn::Module::to(dtype, non_blocking);
+}
+
 // ---- BasicOperation
 
 std::vector<BasicOpPtr> BasicOperation::basic_ops() {
@@ -226,7 +250,11 @@ void BasicOperation::collect_parameters(std::vector<Tensor>& out) const {
     for (const auto& item : owned) out.push_back(item.value());
     return;
   }
-  for (const auto& name : parameter_names()) out.push_back(owned[name]);
+  for (const auto& name : parameter_names()) {
+    const Tensor* found = owned.find(name);
+    if (found == nullptr && parameters_are_optional()) continue;
+    out.push_back(found != nullptr ? *found : Tensor());
+  }
 }
 
 namespace {
@@ -238,29 +266,28 @@ const std::string& no_channel() {
 
 }  // namespace
 
-void BasicOperation::set_extra_input_channel(size_t index, std::string channel) {
-  LIGATURE_CHECK(index < num_extra_inputs(), "[", label(), "] has ", num_extra_inputs(),
-                 " extra inputs, so there is none with index ", index);
-  LIGATURE_CHECK(!channel.empty(), "[", label(), "] a channel's name must not be empty");
+void BasicOperation::check_channel(const char* what, int64_t index, size_t count,
+                                   const std::optional<std::string>& channel) const {
+  LIGATURE_CHECK_INDEX(index >= 0 && index < static_cast<int64_t>(count), "[", label(), "] has ",
+                       count, " extra ", what, "s, so there is none with index ", index);
+  LIGATURE_CHECK(!channel || !channel->empty(), "[", label(),
+                 "] channel must be a non-empty string or None, got ''");
   LIGATURE_CHECK_STATE(!channels_locked_, "[", label(),
-                       "] its channels are fixed once a fuser has read them; cannot bind extra "
-                       "input ",
-                       index, " to channel '", channel, "'");
-  input_channels_.resize(num_extra_inputs());
-  input_channels_[index] = std::move(channel);
+                       "] its channels are fixed once a fuser has read them; cannot bind extra ",
+                       what, " ", index, " to channel '", channel.value_or(""), "'");
 }
 
-void BasicOperation::set_extra_output_channel(size_t index, std::string channel,
+void BasicOperation::set_extra_input_channel(int64_t index, std::optional<std::string> channel) {
+  check_channel("input", index, num_extra_inputs(), channel);
+  input_channels_.resize(num_extra_inputs());
+  input_channels_[index] = std::move(channel).value_or("");
+}
+
+void BasicOperation::set_extra_output_channel(int64_t index, std::optional<std::string> channel,
                                               bool output_to_caller) {
-  LIGATURE_CHECK(index < num_extra_outputs(), "[", label(), "] has ", num_extra_outputs(),
-                 " extra outputs, so there is none with index ", index);
-  LIGATURE_CHECK(!channel.empty(), "[", label(), "] a channel's name must not be empty");
-  LIGATURE_CHECK_STATE(!channels_locked_, "[", label(),
-                       "] its channels are fixed once a fuser has read them; cannot bind extra "
-                       "output ",
-                       index, " to channel '", channel, "'");
+  check_channel("output", index, num_extra_outputs(), channel);
   output_channels_.resize(num_extra_outputs());
-  output_channels_[index] = {std::move(channel), output_to_caller};
+  output_channels_[index] = {channel.value_or(""), output_to_caller || !channel};
 }
 
 const std::string& BasicOperation::extra_input_channel(size_t index) const {
@@ -277,7 +304,8 @@ bool BasicOperation::extra_output_to_caller(size_t index) const {
 
 namespace {
 
-constexpr size_t kMaxRecipes = 8;  // states kept by one operation
+constexpr size_t kMostRecipes = 8;  // that one operation remembers
+constexpr size_t kMostWeights = 2;  // formats in which it keeps its weight, of those used last
 
 std::vector<std::shared_ptr<Quantizer>> make_quantizers(const Recipe& recipe,
                                                         const std::vector<QuantizerRole>& roles,
@@ -287,36 +315,64 @@ std::vector<std::shared_ptr<Quantizer>> make_quantizers(const Recipe& recipe,
   return out;
 }
 
-// An equal recipe is another object when it was made anew, or from a file without its functions.
-void take_on(OpQuantization& state, const RecipePtr& recipe) {
-  if (state.recipe == recipe) return;
-  state.recipe = recipe;
-  const auto delayed = std::dynamic_pointer_cast<const DelayedScaling>(recipe);
-  for (auto* quantizers : {&state.forward, &state.backward}) {
-    for (const auto& quantizer : *quantizers) {
-      if (delayed == nullptr || quantizer == nullptr || quantizer->delayed == nullptr) continue;
-      if (quantizer->delayed->recipe != nullptr) quantizer->delayed->recipe = delayed;
-    }
+void share(const std::vector<std::shared_ptr<Quantizer>>& quantizers,
+           std::vector<DelayedScalePtr>& states) {
+  states.resize(std::max(states.size(), quantizers.size()));
+  for (size_t i = 0; i < quantizers.size(); ++i) {
+    if (!has_recipe_state(quantizers[i])) continue;
+    if (states[i] == nullptr) states[i] = quantizers[i]->delayed;
+    quantizers[i]->delayed = states[i];
   }
 }
 
-OpQuantizationPtr find(std::vector<OpQuantizationPtr>& states, const RecipePtr& recipe) {
-  for (size_t i = states.size(); i-- > 0;) {
-    if (states[i]->recipe->key() != recipe->key()) continue;
-    std::rotate(states.begin() + i, states.begin() + i + 1, states.end());
-    take_on(*states.back(), recipe);
-    return states.back();
-  }
-  return nullptr;
+/// Do both quantize a weight to the same bits, also in later steps?
+bool quantize_weight_alike(const OpQuantization& a, const OpQuantization& b) {
+  const Quantizer* of_a = a.forward_quantizer(1);
+  const Quantizer* of_b = b.forward_quantizer(1);
+  if (of_a == nullptr || of_b == nullptr || !of_a->is_native() || !of_b->is_native()) return false;
+  return of_a->format_tag() == of_b->format_tag() && of_a->delayed == of_b->delayed &&
+         !of_a->reduce_amax && !of_b->reduce_amax;
+}
+
+/// What is kept of the weight for the recipes that were not used lately, or were forgotten.
+std::vector<std::shared_ptr<WeightCache>> weights_to_drop(
+    const std::vector<OpQuantizationPtr>& known, const OpQuantizationPtr& forgotten = nullptr) {
+  std::vector<std::shared_ptr<WeightCache>> kept, out;
+  const auto sort = [&](const std::shared_ptr<WeightCache>& one, bool drop) {
+    for (const auto* list : {&kept, &out}) {
+      if (std::find(list->begin(), list->end(), one) != list->end()) return;
+    }
+    (drop ? out : kept).push_back(one);
+  };
+  for (size_t i = known.size(); i-- > 0;) sort(known[i]->weight, kept.size() == kMostWeights);
+  if (forgotten != nullptr) sort(forgotten->weight, true);
+  return out;
 }
 
 }  // namespace
 
-OpQuantizationPtr BasicOperation::quantization(const RecipePtr& recipe, at::Device device) {
+OpQuantizationPtr BasicOperation::find_known(const RecipePtr& recipe) const {
+  for (size_t i = quantizations_.size(); i-- > 0;) {
+    if (quantizations_[i]->recipe->plan_key() == recipe->plan_key()) return quantizations_[i];
+  }
+  return nullptr;
+}
+
+void BasicOperation::share_state(OpQuantization& made) {
+  if (made.is_delayed) {
+    share(made.forward, delayed_states_.forward);
+    share(made.backward, delayed_states_.backward);
+  }
+  for (const OpQuantizationPtr& other : quantizations_) {
+    if (quantize_weight_alike(*other, made)) made.weight = other->weight;
+  }
+}
+
+OpQuantizationPtr BasicOperation::find_quantization(const RecipePtr& recipe, at::Device device) {
   if (recipe == nullptr) return nullptr;
   {
     std::lock_guard<std::mutex> lock(quantization_mutex_);
-    if (auto found = find(quantizations_, recipe)) return found;
+    if (auto found = find_known(recipe)) return found;
   }
   // Roles and quantizers may come from a host language: nothing is locked meanwhile.
   const auto forward = forward_quantizer_roles();
@@ -324,13 +380,49 @@ OpQuantizationPtr BasicOperation::quantization(const RecipePtr& recipe, at::Devi
   if (forward.empty() && backward.empty()) return nullptr;
   auto made = std::make_shared<OpQuantization>();
   made->recipe = recipe;
+  made->is_delayed = std::dynamic_pointer_cast<const DelayedScaling>(recipe) != nullptr;
   made->forward = make_quantizers(*recipe, forward, device);
-  made->backward = make_quantizers(*recipe, backward, device);
-  std::lock_guard<std::mutex> lock(quantization_mutex_);
-  if (auto found = find(quantizations_, recipe)) return found;
-  if (quantizations_.size() == kMaxRecipes) quantizations_.erase(quantizations_.begin());
-  quantizations_.push_back(made);
+  if (recipe->backward_override() == BackwardOverride::None) {
+    made->backward = make_quantizers(*recipe, backward, device);
+  } else {
+    made->backward.resize(backward.size());
+  }
+  OpQuantizationPtr forgotten;  // destroyed after the lock: it may call a host language
+  std::vector<std::shared_ptr<WeightCache>> dropped;
+  {
+    std::lock_guard<std::mutex> lock(quantization_mutex_);
+    if (auto found = find_known(recipe)) return found;
+    share_state(*made);
+    if (quantizations_.size() == kMostRecipes) {
+      forgotten = quantizations_.front();
+      quantizations_.erase(quantizations_.begin());
+    }
+    quantizations_.insert(quantizations_.begin(), made);
+    dropped = weights_to_drop(quantizations_, forgotten);
+  }
+  for (const auto& weight : dropped) weight->clear();
   return made;
+}
+
+OpQuantizationPtr BasicOperation::quantization(const RecipePtr& recipe, at::Device device) {
+  OpQuantizationPtr found = find_quantization(recipe, device);
+  if (found == nullptr) return nullptr;
+  std::vector<std::shared_ptr<WeightCache>> dropped;
+  {
+    std::lock_guard<std::mutex> lock(quantization_mutex_);
+    const auto place = std::find(quantizations_.begin(), quantizations_.end(), found);
+    if (place != quantizations_.end()) std::rotate(place, place + 1, quantizations_.end());
+    last_used_ = found.get();
+    found->follow(recipe);
+    dropped = weights_to_drop(quantizations_);
+  }
+  for (const auto& weight : dropped) weight->clear();
+  return found;
+}
+
+BasicOperation::DelayedStates BasicOperation::delayed_states() const {
+  std::lock_guard<std::mutex> lock(quantization_mutex_);
+  return delayed_states_;
 }
 
 std::vector<OpQuantizationPtr> BasicOperation::quantizations() const {
@@ -355,7 +447,7 @@ void BasicOperation::reset_recipe_state(const RecipePtr& recipe, at::Device devi
       delayed.history.zero_();
     }
   }
-  state->weight.clear();
+  state->weight->clear();
 }
 
 // ---- FusedOperation
@@ -365,8 +457,9 @@ FusedOperation::FusedOperation(std::string name, const OpList& ops)
   LIGATURE_CHECK(!ops.empty(), "[", label(),
                  "] a fused operation stands for at least one basic "
                  "operation, got none");
-  for (const auto& op : ops) {
-    for (auto& basic : op->basic_ops()) basic_ops_.push_back(std::move(basic));
+  for (size_t i = 0; i < ops.size(); ++i) {
+    LIGATURE_CHECK_TYPE(ops[i] != nullptr, "[", label(), "] operation ", i, " is null");
+    for (auto& basic : ops[i]->basic_ops()) basic_ops_.push_back(std::move(basic));
   }
 }
 

@@ -8,6 +8,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -119,8 +120,10 @@ class FusibleOperation : public torch::nn::Module {
   /// May its backward take saved tensors (OperationContext::take_saved)? A fused operation must not
   /// look at a context again after it called a backward of the operation it belongs to.
   virtual bool takes_saved() const { return !is_fused_op(); }
-  /// Does it run a channel whose producer and consumer it both covers?
-  virtual bool handles_internal_channels() const { return false; }
+  /// May it cover the producer and the consumer of a channel? It then runs that channel itself: it
+  /// is given an undefined tensor for the consumer's extra input, and may return one for the
+  /// producer's extra output unless that is public or has a consumer outside.
+  virtual bool handles_internal_channels() const { return true; }
 
   /// The object that stands for this operation in a host language; not owned.
   void* host = nullptr;
@@ -134,11 +137,19 @@ class FusibleOperation : public torch::nn::Module {
   void load(torch::serialize::InputArchive& archive) override;
   /// The basic operation whose recipe state is kept below this module's name; null for none.
   virtual BasicOperation* recipe_state_owner() { return nullptr; }
+  /// As torch's. A quantized parameter becomes a plain one for a dtype that low precision cannot
+  /// stand for, as float64.
+  using torch::nn::Module::to;
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
 
  protected:
   /// Gives `to` copies of the parameters and of the recipe state of `from`, for clone().
   static void copy_parameters(const FusibleOperation& from, FusibleOperation& to,
                               const std::optional<torch::Device>& device);
+
+ private:
+  void dequantize_for(torch::Dtype dtype);
 };
 
 /// The smallest operation: parameters, options, a forward and a backward.
@@ -155,6 +166,8 @@ class BasicOperation : public FusibleOperation {
   virtual size_t num_extra_outputs() const { return 0; }
   /// Does it overwrite this extra input?
   virtual bool writes_extra_input(size_t /*index*/) const { return false; }
+  /// Does it compute with this parameter in low precision too? Others are given plain values.
+  virtual bool takes_quantized_parameter(size_t /*index*/) const { return false; }
   /// May its backward overwrite the gradient of this extra output?
   virtual bool writes_grad_of_extra_output(size_t /*index*/) const { return false; }
 
@@ -163,6 +176,13 @@ class BasicOperation : public FusibleOperation {
                                    const OpArgs& args);
   virtual Value op_forward(OperationContext& ctx, const Value& input, const OpArgs& args);
   virtual OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output);
+
+  /// Makes a context that a user's forward-only fusion filled into one that op_backward reads:
+  /// where it holds what the operation of te.ops saves, the rest is added. Returns what is expected
+  /// and was not there; empty when nothing is missing.
+  virtual std::string complete_context(OperationContext& /*ctx*/, const OpArgs& /*args*/) const {
+    return {};
+  }
 
   FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override;
   void fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult& result,
@@ -182,14 +202,27 @@ class BasicOperation : public FusibleOperation {
   /// Which orientations of its input, and of its output's gradient, it computes with.
   virtual Usage input_usage(const GradFlags& needs) const { return {true, needs.op}; }
   virtual Usage grad_output_usage(const GradFlags& needs) const {
-    return {needs.input, needs.params != 0};
+    return {needs.input, needs.params.any()};
   }
-  /// Its quantizers for a recipe, made on first use. One recipe's state never mixes with another's.
+  /// Its quantizers for a recipe, made on first use, which is from now on the one used last. There
+  /// is one state of delayed scaling for all recipes of that kind. Recipes that were not used for
+  /// long are forgotten; that state is not.
   OpQuantizationPtr quantization(const RecipePtr& recipe, at::Device device);
+  /// The same for a recipe that is only looked at: which one was used last stays as it is.
+  OpQuantizationPtr find_quantization(const RecipePtr& recipe, at::Device device);
+  /// Is this of the recipe used last, and follows its state this recipe?
+  bool computes_with(const OpQuantization& own, const RecipePtr& recipe) const {
+    return last_used_.load(std::memory_order_relaxed) == &own && own.follows(recipe);
+  }
   /// Those of the recipe used last; null before any.
   OpQuantizationPtr quantization() const;
   /// Of every recipe that it still remembers, the last used one at the end.
   std::vector<OpQuantizationPtr> quantizations() const;
+  /// What delayed scaling remembers, one entry per quantizer, null where there is nothing yet.
+  struct DelayedStates {
+    std::vector<DelayedScalePtr> forward, backward;
+  };
+  DelayedStates delayed_states() const;
   /// Begins anew with a recipe: factors of 1, no history.
   void reset_recipe_state(const RecipePtr& recipe, at::Device device);
   BasicOperation* recipe_state_owner() override { return this; }
@@ -204,9 +237,11 @@ class BasicOperation : public FusibleOperation {
   /// Gives a fresh parameter its initial values.
   virtual void initialize_parameter(const std::string& name, Tensor& parameter);
 
-  // Channels: an extra output joined by name to later extra inputs of the same fuser.
-  void set_extra_input_channel(size_t index, std::string channel);
-  void set_extra_output_channel(size_t index, std::string channel, bool output_to_caller = true);
+  // Channels: an extra output joined by name to later extra inputs of the same fuser. Without a
+  // name the binding is taken away, and the extra input or output is the caller's again.
+  void set_extra_input_channel(int64_t index, std::optional<std::string> channel);
+  void set_extra_output_channel(int64_t index, std::optional<std::string> channel,
+                                bool output_to_caller = true);
   const std::string& extra_input_channel(size_t index) const;
   const std::string& extra_output_channel(size_t index) const;
   bool extra_output_to_caller(size_t index) const;
@@ -224,7 +259,12 @@ class BasicOperation : public FusibleOperation {
   const FusibleOperation& parameter_owner() const { return owner_ ? *owner_ : *this; }
   void set_parameter_owner(const FusibleOperation* owner) { owner_ = owner; }
   virtual std::vector<std::string> parameter_names() const;
+  /// Does it compute without its parameters too, where the composite it is a part of has none?
+  virtual bool parameters_are_optional() const { return false; }
+  /// Those of the composite, or its own. One that is optional and not there is left out.
   void collect_parameters(std::vector<Tensor>& out) const;
+  /// What explain() says about it besides the plan; empty for nothing.
+  virtual std::string note() const { return ""; }
 
  protected:
   /// Registers a parameter of this shape, initialized.
@@ -232,6 +272,9 @@ class BasicOperation : public FusibleOperation {
                         const at::TensorOptions& options);
 
  private:
+  void check_channel(const char* what, int64_t index, size_t count,
+                     const std::optional<std::string>& channel) const;
+
   struct OutputChannel {
     std::string name;
     bool to_caller = true;
@@ -241,8 +284,12 @@ class BasicOperation : public FusibleOperation {
   std::vector<std::string> input_channels_;
   std::vector<OutputChannel> output_channels_;
   bool channels_locked_ = false;
+  OpQuantizationPtr find_known(const RecipePtr& recipe) const;
+  void share_state(OpQuantization& made);
   mutable std::mutex quantization_mutex_;
   std::vector<OpQuantizationPtr> quantizations_;  // the last used one at the end
+  DelayedStates delayed_states_;
+  std::atomic<const OpQuantization*> last_used_{nullptr};
 };
 
 /// Replaces one or more basic operations in forward, in backward or in both. Holds no parameters
@@ -261,7 +308,12 @@ class FusedOperation : public FusibleOperation {
  protected:
   template <class Op>
   Op& basic_op(size_t i) const {
-    return *basic_ops_[i]->as<Op>();
+    LIGATURE_CHECK(i < basic_ops_.size(), "[", label(), "] has ", basic_ops_.size(),
+                   " basic operations, so there is none with index ", i);
+    auto* op = basic_ops_[i]->as<Op>();
+    LIGATURE_CHECK_TYPE(op != nullptr, "[", label(), "] its basic operation ", i, " is a ",
+                        basic_ops_[i]->name(), ", not of the class asked for");
+    return *op;
   }
   size_t num_basic_ops() const { return basic_ops_.size(); }
 

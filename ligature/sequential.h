@@ -43,8 +43,9 @@ class SequentialImpl : public torch::nn::Module {
   void erase(size_t index);
   template <class M>
   void replace(size_t index, M&& module) {
+    Entry entry = make_entry(std::forward<M>(module));
     erase(index);
-    insert(index, std::forward<M>(module));
+    insert_entry(index, std::move(entry));
   }
   void extend(const SequentialImpl& other);
 
@@ -53,7 +54,10 @@ class SequentialImpl : public torch::nn::Module {
   const std::shared_ptr<torch::nn::Module>& operator[](size_t index) const;
   template <class M>
   M& at(size_t index) const {
-    return *(*this)[index]->template as<M>();
+    auto* module = (*this)[index]->template as<M>();
+    LIGATURE_CHECK_TYPE(module != nullptr, "[Sequential] module ", index, " is a ",
+                        (*this)[index]->name(), ", not of the class asked for");
+    return *module;
   }
 
   /// For a run without extra outputs.

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ TESTS = Path(__file__).resolve().parents[1] / "tests" / "python"
 #: Failures after which there is no use in going on.
 MOST_FAILURES = 5
 SHRINK_SECONDS = 30.0
+#: Cases that a worker has been sent, so that it need not wait for the next one.
+AHEAD = 2
 
 
 def load() -> Any:
@@ -67,11 +70,10 @@ def shrink(check: Any, data: Any, case: Any, device: str) -> Any:
     return case
 
 
-def work(pipe: Connection, args: argparse.Namespace, numbers: range) -> None:
-    """A worker: tells which case it starts, and what came of it."""
+def work(pipe: Connection, args: argparse.Namespace) -> None:
+    """A worker: runs the cases it is sent, one after the other, and reports what came of each."""
     pipelines, check, data = load()
-    for number in numbers:
-        pipe.send(("start", number, None))
+    while (number := pipe.recv()) is not None:
         case = pipelines.numbered_case(args.seed, number, args.recipes)
         try:
             fused = run_case(check, case, args.device)
@@ -84,6 +86,34 @@ def work(pipe: Connection, args: argparse.Namespace, numbers: range) -> None:
         else:
             pipe.send(("agreed", number, fused))
     pipe.close()
+
+
+class Numbers:
+    """Hands out the numbers of cases in order, until ``seconds`` are over."""
+
+    def __init__(self, numbers: range, seconds: float | None) -> None:
+        self.next, self.end = numbers.start, numbers.stop
+        self.again: list[int] = []  # handed out before a crash
+        self.running: set[int] = set()
+        self.until = None if seconds is None else time.monotonic() + seconds
+
+    def any_left(self) -> bool:
+        late = self.until is not None and time.monotonic() > self.until
+        return bool(self.again) or (self.next < self.end and not late)
+
+    def take(self) -> int | None:
+        if not self.any_left():
+            return None
+        if self.again:
+            number = self.again.pop(0)
+        else:
+            number, self.next = self.next, self.next + 1
+        self.running.add(number)
+        return number
+
+    def first_left(self) -> int:
+        """All before it are done."""
+        return min([self.next, *self.again, *self.running])
 
 
 class Progress:
@@ -106,7 +136,8 @@ class Progress:
         rate = self.done / max(now - self.start, 1e-9)
         left = (self.total - self.done) / rate if rate else 0.0
         part = self.done / self.total
-        text = f"{self.done:,} of {self.total:,} · {rate:.0f}/s · {clock(left)} left"
+        speed = f"{rate:.{0 if rate >= 10 else 1}f}/s"
+        text = f"{self.done:,} of {self.total:,} · {speed} · {clock(left)} left"
         if self.failures:
             text += f" · {self.failures} failed"
         if self.live:
@@ -130,62 +161,88 @@ def report(args: argparse.Namespace, number: int, details: tuple[str, str, str])
     print(f"\nCase {number} of seed {args.seed} fails: {error}\n\n{case}\n")
     if smaller != case:
         print(f"A smaller one that fails the same way:\n\n{smaller}\n")
+    print(f"Run it again:\n  {command(args, f'--case {number}')}\n", flush=True)
+
+
+def command(args: argparse.Namespace, what: str) -> str:
     options = "" if args.device == "cpu" else f" --device {args.device}"
     options += " --recipes" if args.recipes else ""
-    again = f'make soak ARGS="--seed {args.seed} --case {number}{options}"'
-    print(f"Run it again:\n  {again}\n", flush=True)
+    return f'make soak ARGS="--seed {args.seed} {what}{options}"'
+
+
+@dataclass
+class Worker:
+    process: Any
+    given: list[int] = field(default_factory=list)  # the first one runs
 
 
 def soak(args: argparse.Namespace) -> int:
     context = multiprocessing.get_context("spawn")
+    numbers = Numbers(range(args.first, args.first + args.cases), args.seconds)
     progress = Progress(args.cases)
     fused: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    workers: dict[Connection, tuple[Any, range, int]] = {}
+    workers: dict[Connection, Worker] = {}
 
-    def start(numbers: range) -> None:
-        if not numbers:
-            return
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=work, args=(theirs, args, numbers), daemon=True)
+    def start() -> None:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work, args=(theirs, args), daemon=True)
         process.start()
         theirs.close()
-        workers[ours] = (process, numbers, numbers.start)
+        workers[ours] = Worker(process)
+        for _ in range(AHEAD):
+            give(ours)
 
-    def failed(number: int, details: tuple[str, str, str]) -> None:
-        progress.failures += 1
-        progress.clear()
-        report(args, number, details)
+    def give(pipe: Connection) -> None:
+        number = numbers.take()
+        if number is not None:
+            workers[pipe].given.append(number)
+            pipe.send(number)
+        elif not workers[pipe].given:
+            pipe.send(None)
 
-    for k in range(args.jobs):
-        start(range(k, args.cases, args.jobs))
+    def done(number: int, what: str, details: Any) -> None:
+        numbers.running.remove(number)
+        progress.done += 1
+        counts[what] += 1
+        if what == "failed":
+            progress.failures += 1
+            progress.clear()
+            report(args, number, details)
+        elif what == "agreed":
+            fused.update(details)
+
+    def ended(pipe: Connection) -> None:
+        """Of a crash the case that ran is guilty; those behind it are handed out again."""
+        worker = workers.pop(pipe)
+        worker.process.join()
+        if not worker.given:
+            return
+        current, *others = worker.given
+        numbers.running.difference_update(others)
+        numbers.again += others
+        case = repr(load()[0].numbered_case(args.seed, current, args.recipes))
+        why = f"the process ended with {worker.process.exitcode}"
+        done(current, "failed", (why, case, case))
+        if numbers.any_left():
+            start()
+
+    for _ in range(min(args.jobs, args.cases)):
+        start()
     while workers and progress.failures < MOST_FAILURES:
         for pipe in wait(list(workers), timeout=1.0):
-            process, numbers, current = workers[pipe]  # type: ignore[index]
+            assert isinstance(pipe, Connection)
             try:
-                what, number, details = pipe.recv()  # type: ignore[union-attr]
-            except EOFError:
-                process.join()
-                del workers[pipe]  # type: ignore[arg-type]
-                if process.exitcode:
-                    progress.done += 1
-                    counts["failed"] += 1
-                    case = repr(load()[0].numbered_case(args.seed, current, args.recipes))
-                    failed(current, (f"the process ended with {process.exitcode}", case, case))
-                    start(range(current + numbers.step, args.cases, numbers.step))
+                what, number, details = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                ended(pipe)
                 continue
-            if what == "start":
-                workers[pipe] = (process, numbers, number)  # type: ignore[index]
-                continue
-            progress.done += 1
-            counts[what] += 1
-            if what == "failed":
-                failed(number, details)
-            elif what == "agreed":
-                fused.update(details)
+            workers[pipe].given.remove(number)
+            done(number, what, details)
+            give(pipe)
         progress.show()
-    for process, _, _ in workers.values():
-        process.terminate()
+    for worker in workers.values():
+        worker.process.terminate()
     progress.show(last=True)
 
     seconds = clock(time.monotonic() - progress.start)
@@ -196,6 +253,11 @@ def soak(args: argparse.Namespace) -> int:
     print(f", {counts['failed']} fail, {counts['left out']} left out (too large for float16)")
     names = ", ".join(f"{name} {count:,}" for name, count in fused.most_common())
     print(f"Fused operations in their plans: {names}")
+    left = numbers.end - numbers.first_left()
+    if left:
+        limit = "" if args.seconds is None else f" --seconds {args.seconds:g}"
+        again = command(args, f"--first {numbers.first_left()} --cases {left}{limit}")
+        print(f"All before case {numbers.first_left()} are done. Go on:\n  {again}")
     return 1 if progress.failures else 0
 
 
@@ -217,6 +279,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=10_000, help="how many (10,000)")
     parser.add_argument("--seed", type=int, default=0, help="which sequence of cases (0)")
+    parser.add_argument("--first", type=int, default=0, help="the number to begin with (0)")
+    parser.add_argument("--seconds", type=float, help="stop after so long and say where to go on")
     parser.add_argument("--case", type=int, help="only this one, in this process")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--recipes", action="store_true", help="in low precision")
@@ -224,6 +288,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.cases < 1 or args.jobs < 1:
         parser.error(f"--cases and --jobs must be positive, got {args.cases} and {args.jobs}")
+    if args.first < 0 or (args.seconds is not None and not args.seconds > 0):
+        parser.error(
+            "--first must not be negative and --seconds must be positive, got "
+            f"{args.first} and {args.seconds}"
+        )
     return one(args) if args.case is not None else soak(args)
 
 

@@ -12,6 +12,7 @@
 #include "ligature/fuser/backward_run.h"
 #include "ligature/fuser/forward_run.h"
 #include "ligature/fuser/strict.h"
+#include "ligature/readable.h"
 #include "ligature/version.h"
 
 namespace ligature::compile {
@@ -125,7 +126,7 @@ std::vector<DelayedScalePtr> forward_delayed(const std::vector<OpQuantizationPtr
     if (own == nullptr) continue;
     for (const auto& quantizer : own->forward) {
       if (quantizer == nullptr || quantizer->delayed == nullptr) continue;
-      if (quantizer->delayed->recipe != nullptr) out.push_back(quantizer->delayed);
+      if (quantizer->delayed->recipe) out.push_back(quantizer->delayed);
     }
   }
   return out;
@@ -203,7 +204,9 @@ void FlatCall::check_thread() const {
   const RecipePtr& active = now.active();
   const bool same_recipe = wanted == active || (wanted != nullptr && active != nullptr &&
                                                 wanted->key() == active->key());
-  const bool same = same_recipe && (wanted == nullptr || traced_.autocast.enabled == now.enabled);
+  const bool faster = wanted == nullptr && now.only_where_faster;
+  const bool same =
+      faster || (same_recipe && (wanted == nullptr || traced_.autocast.enabled == now.enabled));
   LIGATURE_CHECK_STATE(same, "a graph that was compiled for ", name(wanted),
                        " was called in a thread that computes in ", name(active),
                        "; while threads use different recipes at the same time, compiled calls "
@@ -247,6 +250,7 @@ std::shared_ptr<const Layout> FlatCall::run(const Arguments& arguments,
   outcome.output = y.tensor();
   outcome.extra_outputs = forward.extra_outputs();
   outcome.extra_outputs.resize(plan_->basic_ops.size());
+  outcome.shapes = forward.shapes();
   if (known == nullptr) {
     return make_layout(*plan_, arguments, outcome, contexts, traced_.input.device, results);
   }
@@ -258,9 +262,15 @@ std::vector<Tensor> FlatCall::forward(Arguments arguments, const std::vector<Ten
                                       int64_t structure) {
   check_thread();
   if (StrictScope::active()) StrictScope::check(*plan_);
-  arguments.input = arguments.input.contiguous();
-  for (Tensor& t : arguments.params) t = t.contiguous();
-  for (Tensor& t : arguments.extra_inputs) t = t.contiguous();
+  if (const RecipePtr& recipe = traced_.autocast.active(); recipe != nullptr && !is_recomputing()) {
+    use_recipe(*plan_, recipe, traced_.input.device);
+  }
+  const auto read = [&](Tensor& t) {
+    t = readable(t, [&] { return "an argument of " + describe(plan_->basic_ops); }).contiguous();
+  };
+  read(arguments.input);
+  for (Tensor& t : arguments.params) read(t);
+  for (Tensor& t : arguments.extra_inputs) read(t);
   tell_apart(arguments);
   const at::NoGradGuard no_grad;
   DelayedFactors factors(delayed_, scales);
@@ -308,8 +318,8 @@ std::vector<Tensor> FlatCall::run_back(const Layout& layout, std::vector<Tensor>
   const Tensor dy = std::move(grads[0]);
   grads.erase(grads.begin());
   return run_backward(
-      {*plan_, *contexts, traced_.param_offsets, layout.extra_outputs, values, nullptr, nullptr},
-      need, dy, std::move(grads));
+      {*plan_, *contexts, traced_.param_offsets, layout.shapes, values, nullptr, nullptr}, need, dy,
+      std::move(grads));
 }
 
 std::vector<Tensor> FlatCall::backward(std::vector<Tensor> grads, const std::vector<Tensor>& kept,
@@ -321,7 +331,19 @@ std::vector<Tensor> FlatCall::backward(std::vector<Tensor> grads, const std::vec
   const at::NoGradGuard no_grad;
   std::vector<Tensor> plain;
   plain.reserve(kept.size());
-  for (const Tensor& t : kept) plain.push_back(t.contiguous());
+  for (size_t i = 0; i < kept.size(); ++i) {
+    const auto name = [&] {
+      return "tensor " + std::to_string(i) + " that " + describe(plan_->basic_ops) + " saved";
+    };
+    const Tensor t = readable(kept[i], name);
+    const ValueMeta wanted = kept_meta(*known, known->kept[i], sizes);
+    LIGATURE_CHECK_STATE(t.scalar_type() == wanted.dtype && t.sizes() == wanted.sizes &&
+                             t.device().type() == wanted.device.type(),
+                         name(), " must be given back as ", to_string(wanted), " on ",
+                         wanted.device.str(), ", got ", to_string(ValueMeta::of(t)), " on ",
+                         t.device().str(), "; saved-tensor hooks must not ", "change it");
+    plain.push_back(t.contiguous());
+  }
   if (!grads[0].defined()) {
     const Source& y = known->outputs[0];
     const ValueMeta meta = y.kind == Source::Kind::Result ? known->results[y.index] : traced_.input;
@@ -355,6 +377,26 @@ std::vector<Tensor> FlatCall::backward(std::vector<Tensor> grads, const std::vec
     out.push_back(shared ? grad.clone(at::MemoryFormat::Contiguous) : grad.contiguous());
   }
   return out;
+}
+
+ValueMeta FlatCall::kept_meta(const Layout& layout, const Source& source,
+                              at::IntArrayRef sizes) const {
+  using Kind = Source::Kind;
+  if (source.kind == Kind::Result) {
+    ValueMeta meta = layout.results[source.index];
+    meta.device = traced_.input.device;  // a layout may be of tensors without memory
+    return meta;
+  }
+  if (source.kind == Kind::Param) return traced_.params[source.index];
+  ValueMeta meta = source.kind == Kind::Input ? traced_.input : traced_.extra_inputs[source.index];
+  size_t first = 0;
+  if (source.kind == Kind::Extra) {
+    first = traced_.input.sizes.size();
+    for (size_t i = 0; i < source.index; ++i) first += traced_.extra_inputs[i].sizes.size();
+  }
+  const at::IntArrayRef own = sizes.slice(first, meta.sizes.size());
+  meta.sizes.assign(own.begin(), own.end());
+  return meta;
 }
 
 const ValueMeta& FlatCall::meta_of(size_t i) const {

@@ -1,6 +1,6 @@
-// A fuser as two functions over flat lists of tensors, for compilers. They run the same plan as an
-// eager call. What a call depends on besides tensors is a constant, kept here under a number; its
-// fuser, too, is known by number, and may be gone when a graph outlives its model.
+// A fuser as two functions over flat lists of tensors, for compilers and for whatever else records
+// calls or looks at them. They run the same plan as an eager call. What a call depends on besides
+// tensors is a constant, kept here under a number; its fuser, too, is known by number.
 #pragma once
 
 #include <mutex>
@@ -34,6 +34,7 @@ class FlatCall {
   int64_t id() const { return id_; }
   const TracedCall& traced() const { return traced_; }
   const Plan& plan() const { return *plan_; }
+  const std::shared_ptr<const Plan>& plan_ptr() const { return plan_; }
   /// Does all it does lie in its arguments and results? Then a compiler's CUDA graphs may hold it:
   /// no recipe with state outside, no weights that are kept, no code that is not ours.
   bool is_closed() const { return closed_; }
@@ -55,6 +56,11 @@ class FlatCall {
   std::vector<bool> differentiable() const;
   /// Which gradients there will be, where these outputs have one.
   std::vector<bool> gradients(at::IntArrayRef sizes, const std::vector<bool>& given);
+  /// A layout of this structure, whatever the sizes; the same parts of it count for all of them.
+  std::shared_ptr<const Layout> layout_of(int64_t structure);
+  /// Multiplications and additions of the GEMMs of a forward, and of a backward.
+  int64_t forward_flops(at::IntArrayRef sizes);
+  int64_t backward_flops(at::IntArrayRef sizes, const std::vector<bool>& given);
 
  private:
   struct KeptLayout {
@@ -65,11 +71,14 @@ class FlatCall {
   void check_thread() const;
   /// Of the input, the parameters and the extra inputs, counted through.
   const ValueMeta& meta_of(size_t i) const;
+  /// Of a tensor that backward is given, for inputs of these sizes.
+  ValueMeta kept_meta(const Layout& layout, const Source& source, at::IntArrayRef sizes) const;
   Call make_call(const Arguments& arguments) const;
   std::shared_ptr<const Layout> run(const Arguments& arguments, std::vector<Tensor>& results,
                                     std::shared_ptr<const Layout> known, bool dry) const;
   std::vector<Tensor> run_back(const Layout& layout, std::vector<Tensor> grads,
                                const std::vector<Tensor>& kept) const;
+  std::vector<Tensor> run_back_dry(at::IntArrayRef sizes, const std::vector<bool>& given);
   std::shared_ptr<const Layout> find(at::IntArrayRef sizes);
   void keep(at::IntArrayRef sizes, std::shared_ptr<const Layout> layout);
   Arguments without_memory(at::IntArrayRef sizes) const;
@@ -92,9 +101,16 @@ int64_t register_fuser(const std::shared_ptr<OperationFuser>& fuser);
 int64_t trace_call(int64_t fuser, TracedCall traced);
 /// The quantizers of delayed scaling that operations have for a recipe in forward, in order.
 std::vector<DelayedScalePtr> forward_delayed(const std::vector<OpQuantizationPtr>& quantizations);
-/// Throws where it is gone.
-std::shared_ptr<OperationFuser> find_fuser(int64_t fuser);
-/// Throws where the fuser is gone or knows no such call.
+/// A tensor that keeps the fuser, for whoever holds its memory: so graphs outlive their model. They
+/// hand it from call to call; nobody looks into it.
+Tensor owner_of(int64_t fuser, at::Device device);
+bool is_known(int64_t fuser);
+/// Its basic operations. Throws where it is gone.
+std::vector<BasicOpPtr> operations_of(int64_t fuser);
+/// Throws where the fuser is gone or knows no such call. One that was not used for long is planned
+/// anew.
 std::shared_ptr<FlatCall> find_call(int64_t fuser, int64_t call);
+/// The plans of the fuser's calls.
+std::vector<std::shared_ptr<const Plan>> traced_plans(const OperationFuser& fuser);
 
 }  // namespace ligature::compile

@@ -12,6 +12,15 @@ namespace {
 
 constexpr size_t kMaxLayouts = 64;
 
+/// Nothing is computed while it lives: tensors without memory stand for those of a device.
+struct DryRun {
+  explicit DryRun(at::DeviceType device) : log(device) {}
+
+  const c10::InferenceMode no_inference{false};
+  const at::NoGradGuard no_grad;
+  const kernels::KernelLog log;
+};
+
 }  // namespace
 
 Arguments FlatCall::without_memory(at::IntArrayRef sizes) const {
@@ -33,9 +42,7 @@ Arguments FlatCall::without_memory(at::IntArrayRef sizes) const {
 
 std::shared_ptr<const Layout> FlatCall::layout(at::IntArrayRef sizes) {
   if (auto known = find(sizes)) return known;
-  const c10::InferenceMode no_inference(false);
-  const at::NoGradGuard no_grad;
-  const kernels::KernelLog stands_for(traced_.input.device.type());
+  const DryRun dry(traced_.input.device.type());
   std::vector<Tensor> results;
   auto made = run(without_memory(sizes), results, nullptr, true);
   keep(sizes, made);
@@ -53,11 +60,8 @@ std::vector<bool> FlatCall::differentiable() const {
   return out;
 }
 
-std::vector<bool> FlatCall::gradients(at::IntArrayRef sizes, const std::vector<bool>& given) {
+std::vector<Tensor> FlatCall::run_back_dry(at::IntArrayRef sizes, const std::vector<bool>& given) {
   const std::shared_ptr<const Layout> known = layout(sizes);
-  const c10::InferenceMode no_inference(false);
-  const at::NoGradGuard no_grad;
-  const kernels::KernelLog stands_for(traced_.input.device.type());
   const Arguments arguments = without_memory(sizes);
   const auto shape_of = [&](const Source& source) -> Tensor {
     if (source.kind == Source::Kind::Input) return arguments.input;
@@ -73,12 +77,40 @@ std::vector<bool> FlatCall::gradients(at::IntArrayRef sizes, const std::vector<b
   }
   std::vector<Tensor> kept;
   for (const Source& source : known->kept) kept.push_back(shape_of(source));
+  return run_back(*known, std::move(grads), kept);
+}
+
+std::vector<bool> FlatCall::gradients(at::IntArrayRef sizes, const std::vector<bool>& given) {
+  const DryRun dry(traced_.input.device.type());
   std::vector<bool> out;
-  const std::vector<Tensor> all = run_back(*known, std::move(grads), kept);
+  const std::vector<Tensor> all = run_back_dry(sizes, given);
   for (size_t i = 0; i < all.size(); ++i) {
     out.push_back(traced_.requires_grad[i] && all[i].defined());
   }
   return out;
+}
+
+int64_t FlatCall::forward_flops(at::IntArrayRef sizes) {
+  const DryRun dry(traced_.input.device.type());
+  std::vector<Tensor> results;
+  run(without_memory(sizes), results, nullptr, true);
+  return dry.log.flops();
+}
+
+int64_t FlatCall::backward_flops(at::IntArrayRef sizes, const std::vector<bool>& given) {
+  layout(sizes);
+  const DryRun dry(traced_.input.device.type());
+  run_back_dry(sizes, given);
+  return dry.log.flops();
+}
+
+std::shared_ptr<const Layout> FlatCall::layout_of(int64_t structure) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = layouts_.size(); i-- > 0;) {
+    if (layouts_[i].layout->structure == structure) return layouts_[i].layout;
+  }
+  LIGATURE_CHECK_STATE(false, "a graph calls ", describe(plan_->basic_ops),
+                       " in a way that was never traced in this process");
 }
 
 std::shared_ptr<const Layout> FlatCall::find(at::IntArrayRef sizes) {

@@ -128,7 +128,7 @@ int64_t structure_of(const Layout& layout, const Plan& plan) {
 /// own tensors when it needs them no more.
 bool is_kept_by_operation(const Plan& plan, const Tensor& tensor) {
   return std::any_of(plan.quantizations.begin(), plan.quantizations.end(),
-                     [&](const auto& own) { return own != nullptr && own->weight.keeps(tensor); });
+                     [&](const auto& own) { return own != nullptr && own->weight->keeps(tensor); });
 }
 
 void make_own(std::vector<Tensor>& results, const Arguments& arguments, const Plan& plan) {
@@ -207,13 +207,14 @@ std::shared_ptr<const Layout> make_layout(const Plan& plan, const Arguments& arg
   }
   make_own(results, arguments, plan);
   for (const Tensor& result : results) layout->results.push_back(ValueMeta::of(result));
-  for (const auto& outputs : outcome.extra_outputs) {
-    auto& metas = layout->extra_outputs.emplace_back();
-    for (const Tensor& output : outputs) {
-      metas.push_back(ValueMeta::of(output));
-      metas.back().device = device;
+  layout->shapes = outcome.shapes;
+  const auto place = [&](std::vector<std::optional<ValueMeta>>& metas) {
+    for (auto& meta : metas) {
+      if (meta) meta->device = device;
     }
-  }
+  };
+  for (auto& metas : layout->shapes.extra_outputs) place(metas);
+  place(layout->shapes.outputs);
   layout->contexts = std::move(contexts);
   layout->structure = structure_of(*layout, plan);
   return layout;

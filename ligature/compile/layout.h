@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "ligature/fuser/backward_run.h"
 #include "ligature/fuser/execute.h"
 
 namespace ligature::compile {
@@ -47,7 +48,7 @@ struct Layout {
   std::vector<ValueMeta> results;  ///< what forward returns
   std::vector<Source> kept;        ///< what backward is given, in order
   std::vector<std::vector<SavedSlot>> saved;  ///< [operation][saved value]
-  std::vector<std::vector<ValueMeta>> extra_outputs;
+  ForwardShapes shapes;
   std::shared_ptr<const Contexts> contexts;  ///< plain state only
   int64_t structure = 0;                     ///< equal for calls that differ in sizes only
 };
@@ -56,7 +57,8 @@ struct Layout {
 struct Outcome {
   Tensor output;
   std::vector<std::vector<Tensor>> extra_outputs;  ///< [operation]
-  std::vector<Tensor> overwritten;                 ///< per extra input of the caller's
+  ForwardShapes shapes;
+  std::vector<Tensor> overwritten;  ///< per extra input of the caller's
 };
 
 /// Makes the layout of a call that ran, on `device` or in its place. Takes the saved tensors out of

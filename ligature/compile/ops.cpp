@@ -1,26 +1,29 @@
 // The functions that compiled graphs call. They are functional, so that a compiler may move them
-// and see what is saved; only record_amax and update_delayed change what they are given.
+// and see what is saved; only record_amax and update_delayed change what they are given. Their
+// `owner` (see flat.h) keeps what they call alive.
+#include "ligature/compile/ops.h"
+
 #include <ATen/ops/_foreach_maximum.h>
 #include <ATen/ops/maximum.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
-#include "ligature/compile/flat.h"
-
 namespace ligature::compile {
 namespace {
 
 std::vector<Tensor> pipeline_forward(const Tensor& input, at::TensorList params,
                                      at::TensorList extra_inputs, at::TensorList scales,
-                                     int64_t fuser, int64_t call, int64_t structure) {
+                                     const Tensor& /*owner*/, int64_t fuser, int64_t call,
+                                     int64_t structure) {
   return find_call(fuser, call)
       ->forward({input, params.vec(), extra_inputs.vec()}, scales.vec(), structure);
 }
 
 std::vector<Tensor> pipeline_backward(const c10::List<std::optional<Tensor>>& grads,
-                                      at::TensorList kept, at::IntArrayRef sizes, int64_t fuser,
-                                      int64_t call, int64_t structure) {
+                                      at::TensorList kept, const Tensor& /*owner*/,
+                                      at::IntArrayRef sizes, int64_t fuser, int64_t call,
+                                      int64_t structure) {
   std::vector<Tensor> given;
   for (size_t i = 0; i < grads.size(); ++i) {
     const std::optional<Tensor> grad = grads.get(i);
@@ -34,26 +37,24 @@ void record_amax(at::TensorList amaxes, const Tensor& largest) {
   if (!amaxes.empty()) at::_foreach_maximum_(amaxes, largest.split(1));
 }
 
-std::vector<DelayedScalePtr> delayed_of(int64_t fuser, const std::string& recipe,
-                                        at::Device device) {
-  std::vector<OpQuantizationPtr> states;
-  for (const auto& op : find_fuser(fuser)->basic_ops()) {
-    for (const OpQuantizationPtr& state : op->quantizations()) {
-      if (state->recipe->key() == recipe) states.push_back(state);
+std::vector<DelayedScalePtr> delayed_of(int64_t fuser, at::Device device) {
+  std::vector<DelayedScalePtr> known;
+  for (const auto& op : operations_of(fuser)) {
+    for (const DelayedScalePtr& state : op->delayed_states().forward) {
+      if (state != nullptr && state->amax.device() == device) known.push_back(state);
     }
   }
-  std::vector<DelayedScalePtr> known = forward_delayed(states);
-  std::erase_if(known, [&](const auto& one) { return one->amax.device() != device; });
   return known;
 }
 
 /// The end of an autocast inside a graph: chooses factors anew for what was noted in it, and not
-/// -1. Inside another autocast, outside of the graph, it is that one's end that counts.
+/// -1. Inside another autocast, outside of the graph, it is that one's end that counts. What ran in
+/// it has made the state follow its recipe.
 void update_delayed(at::TensorList scales, at::TensorList amaxes, at::TensorList histories,
-                    at::TensorList noted, int64_t fuser, std::string recipe) {
+                    at::TensorList noted, int64_t fuser, std::string /*recipe*/) {
   if (scales.empty()) return;
   const at::NoGradGuard no_grad;
-  const auto known = delayed_of(fuser, recipe, scales[0].device());
+  const auto known = delayed_of(fuser, scales[0].device());
   LIGATURE_CHECK_STATE(known.size() == scales.size(), "delayed scaling has ", known.size(),
                        " factors here, got ", scales.size());
   Tensor latest = noted[0];
@@ -80,14 +81,31 @@ void update_delayed(at::TensorList scales, at::TensorList amaxes, at::TensorList
 
 }  // namespace
 
+const c10::TypedOperatorHandle<ForwardOp>& forward_op(bool closed) {
+  static const auto find = [](const char* name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<ForwardOp>();
+  };
+  static const auto free = find("ligature::pipeline_forward");
+  static const auto apart = find("ligature::pipeline_forward_apart");
+  return closed ? free : apart;
+}
+
+const c10::TypedOperatorHandle<BackwardOp>& backward_op(bool closed) {
+  static const auto find = [](const char* name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<BackwardOp>();
+  };
+  static const auto free = find("ligature::pipeline_backward");
+  static const auto apart = find("ligature::pipeline_backward_apart");
+  return closed ? free : apart;
+}
+
 TORCH_LIBRARY(ligature, m) {
   const std::string forward =
-      "(Tensor input, Tensor[] params, Tensor[] extra_inputs, Tensor[] scales, int fuser, int "
-      "call, "
-      "int structure) -> Tensor[]";
+      "(Tensor input, Tensor[] params, Tensor[] extra_inputs, Tensor[] scales, Tensor owner, int "
+      "fuser, int call, int structure) -> Tensor[]";
   const std::string backward =
-      "(Tensor?[] grads, Tensor[] kept, SymInt[] sizes, int fuser, int call, int structure) -> "
-      "Tensor[]";
+      "(Tensor?[] grads, Tensor[] kept, Tensor owner, SymInt[] sizes, int fuser, int call, int "
+      "structure) -> Tensor[]";
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
   m.def(("pipeline_forward" + forward).c_str(), tags);
   m.def(("pipeline_backward" + backward).c_str(), tags);

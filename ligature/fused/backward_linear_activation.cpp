@@ -71,7 +71,7 @@ namespace {
 OpPtr make(const Match& match) { return std::make_shared<BackwardLinearActivation>(match.ops); }
 
 std::string why_not(const Match& match, const PlanOptions& options, bool with_bias) {
-  if (options.recipe != nullptr) return "the gradient between them is quantized";
+  if (options.quantizes_gradients()) return "the gradient between them is quantized";
   if (options.of_every_device) return "";
   const kernels::ActivationSpec spec =
       static_cast<const ActivationOperation&>(*match.ops[with_bias ? 1 : 0]).spec();

@@ -30,13 +30,12 @@ FusionRule backward_linear_bias_rule() {
       "BackwardLinearBias",
       {of<BasicLinearImpl>("BasicLinear"), of<BiasImpl>("Bias")},
       [](const Match&, const PlanOptions& options) -> std::string {
-        if (options.recipe != nullptr) return "the gradient is quantized";
+        if (options.quantizes_gradients()) return "the gradient is quantized";
         const bool has =
             options.of_every_device || kernels::has_weight_bias_grad(options.dtype, options.device);
         return has ? "" : "the device has no kernel for both";
       },
-      [](const Match& match) -> OpPtr { return std::make_shared<BackwardLinearBias>(match.ops); },
-      /*last=*/true};
+      [](const Match& match) -> OpPtr { return std::make_shared<BackwardLinearBias>(match.ops); }};
 }
 
 }  // namespace ligature

@@ -25,9 +25,7 @@ FusionRule backward_linear_scale_rule() {
   return {
       "BackwardLinearScale",
       {of<BasicLinearImpl>("BasicLinear"), of<ConstantScaleImpl>("ConstantScale")},
-      [](const Match&, const PlanOptions& options) -> std::string {
-        return options.recipe == nullptr ? "" : "the gradient is scaled before it is quantized";
-      },
+      nullptr,
       [](const Match& match) -> OpPtr { return std::make_shared<BackwardLinearScale>(match.ops); }};
 }
 

@@ -1,4 +1,5 @@
-// Backward: a constant factor after a linear becomes a factor of its GEMMs.
+// Backward: a constant scale after a linear becomes the alpha of its GEMMs. In low precision the
+// gradient is quantized as it comes, before it is scaled.
 #pragma once
 
 #include "ligature/fuser/rule.h"

@@ -13,23 +13,55 @@
 #include "ligature/fused/forward_linear_scale_add.h"
 
 namespace ligature {
+namespace {
+
+using Where = std::function<bool(const Match&, const PlanOptions&)>;
+
+/// A rule of which te.ops has a counterpart, and for which matches.
+FusionRule in_te_ops(FusionRule rule, Where where) {
+  rule.in_te_ops = std::move(where);
+  return rule;
+}
+
+bool always(const Match&, const PlanOptions&) { return true; }
+
+bool adds_in_place(const Match& match, const PlanOptions&) {
+  return static_cast<const AddExtraInputImpl&>(*match.ops.back()).options.in_place;
+}
+
+bool forks_in_place(const Match& match, const PlanOptions&) {
+  return static_cast<const MakeExtraOutputImpl&>(*match.ops.front()).options.in_place;
+}
+
+bool forks_apart(const Match& match, const PlanOptions& options) {
+  return !forks_in_place(match, options);
+}
+
+bool quantizes_gelu_or_relu(const Match& match, const PlanOptions& options) {
+  const auto kind = static_cast<const ActivationOperation&>(*match.ops.back()).spec().kind;
+  return options.recipe != nullptr && !options.calibrating &&
+         (kind == kernels::ActivationKind::GELU || kind == kernels::ActivationKind::ReLU);
+}
+
+}  // namespace
 
 std::vector<FusionRule> builtin_fusions(Pass pass) {
   switch (pass) {
     case Pass::Joint:
       return {dense_mlp_with_residual_rule(), dense_mlp_rule()};
     case Pass::Forward:
-      return {forward_linear_scale_add_rule(), forward_linear_bias_add_rule(),
+      return {in_te_ops(forward_linear_scale_add_rule(), adds_in_place),
+              in_te_ops(forward_linear_bias_add_rule(), adds_in_place),
               forward_linear_bias_activation_rule(), forward_bias_activation_rule(),
               forward_linear_bias_rule()};
     case Pass::Backward:
-      return {backward_linear_add_rule(),
-              backward_linear_scale_rule(),
+      return {in_te_ops(backward_linear_add_rule(), forks_in_place),
+              in_te_ops(backward_linear_scale_rule(), always),
               backward_linear_activation_bias_rule(),
-              backward_activation_bias_rule(),
+              in_te_ops(backward_activation_bias_rule(), quantizes_gelu_or_relu),
               backward_linear_activation_rule(),
               backward_add_layer_norm_rule(),
-              backward_add_rms_norm_rule(),
+              in_te_ops(backward_add_rms_norm_rule(), forks_apart),
               backward_linear_bias_rule()};
   }
   return {};

@@ -52,13 +52,17 @@ Kept keep(const LinearFwdArgs& fwd, const OpArgs& args) {
 /// needs.
 struct InputAgain {
   InputAgain(const OperationContext& ctx, const Tensor& scale) {
-    const bool on = ctx.quantization != nullptr && !ctx.state.get_or("calibrating", false);
-    const Quantizer* own = on ? ctx.quantization->forward_quantizer(0) : nullptr;
-    if (own != nullptr) quantizer = own->again(scale);
+    if (ctx.quantization == nullptr || ctx.state.get_or("calibrating", false)) return;
+    const BackwardOverride given = ctx.quantization->recipe->backward_override();
+    const Quantizer* own = ctx.quantization->forward_quantizer(0);
+    if (own == nullptr || given == BackwardOverride::HighPrecision) return;
+    quantizer = own->again(scale);
+    if (given == BackwardOverride::Dequantized) usage = {true, false};
   }
-  Target target() const { return {quantizer.get(), {false, true}}; }
+  Target target() const { return {quantizer.get(), usage}; }
 
   QuantizerPtr quantizer;
+  Usage usage{false, true};
 };
 
 Tensor sum(const Tensor& a, const Tensor& b) {
@@ -90,7 +94,7 @@ DenseMLP::DenseMLP(const OpList& ops) : FusedOperation("DenseMLP", ops) {
 LinearFwdArgs DenseMLP::linear_args(const Part<BasicLinearImpl>& linear, const Part<BiasImpl>& bias,
                                     const Value& x, ArgsList args) const {
   OpArgs forward_only = args[linear.at];
-  forward_only.requires_grad.params = 0;
+  forward_only.requires_grad.params.clear();
   return linear_bias_args(*linear.op, bias.op, x, forward_only, bias ? &args[bias.at] : nullptr);
 }
 
@@ -138,7 +142,7 @@ FuserForwardResult DenseMLP::fuser_forward_compute(const Value& input, ArgsList 
   a = {};
   result.kept[fc2_.at] = keep(fwd, args[fc2_.at]);
   if (has_residual()) {
-    result.output = linear_forward_add(std::move(fwd), *join_.op, residual, args[join_.at]);
+    result.output = linear_forward_add(std::move(fwd), *join_.op, residual);
     result.extra_outputs[fork_].push_back(std::move(residual));
   } else {
     result.output = BasicLinearImpl::forward(fwd);

@@ -22,7 +22,6 @@ class DenseMLP : public FusedOperation {
   FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
                                      GradList grad_extra_outputs) override;
   bool takes_saved() const override { return true; }
-  bool handles_internal_channels() const override { return true; }
 
  private:
   /// One of the operations and its place among them.

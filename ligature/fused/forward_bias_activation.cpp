@@ -14,15 +14,15 @@ ForwardBiasActivation::ForwardBiasActivation(const OpList& ops)
 
 FuserForwardResult ForwardBiasActivation::fuser_forward_compute(const Value& input, ArgsList args) {
   const Tensor x = prepare(input);
-  const Tensor b = prepare(args[0].params[0], x.scalar_type());
+  const Tensor b = BiasImpl::bias_of(args[0], x.scalar_type());
   const kernels::ActivationSpec spec = activation_.spec();
   const Target target = args[1].output_target();
   const bool need_z = args[1].requires_grad.op;
   const at::ScalarType dtype = under_autocast(x.scalar_type(), args[1].autocast_dtype);
   FuserForwardResult result = fused_forward_result({}, 2);
   Tensor z;
-  if (target || dtype != x.scalar_type()) {
-    z = kernels::bias_forward(x, b);
+  if (target || dtype != x.scalar_type() || !b.defined()) {
+    z = b.defined() ? kernels::bias_forward(x, b) : x;
     result.output = activation_forward_to(prepare(z, dtype), spec, {}, target);
   } else {
     auto both = kernels::bias_activation_forward(x, b, spec, need_z);

@@ -81,8 +81,7 @@ FusionRule forward_linear_bias_rule() {
   return {"ForwardLinearBiasActivation without an activation",
           {of<BasicLinearImpl>("BasicLinear"), of<BiasImpl>("Bias")},
           nullptr,
-          make,
-          /*last=*/true};
+          make};
 }
 
 }  // namespace ligature

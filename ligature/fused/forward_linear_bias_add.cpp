@@ -16,8 +16,7 @@ FuserForwardResult ForwardLinearBiasAdd::fuser_forward_compute(const Value& inpu
   check_input_survives(input, args[0], add_, add_args.extra_inputs[0]);
   Kept kept = BasicLinearImpl::kept(fwd, args[0]);
   FuserForwardResult result = fused_forward_result(
-      linear_forward_add(std::move(fwd), add_, add_args.extra_inputs[0], add_args),
-      num_basic_ops());
+      linear_forward_add(std::move(fwd), add_, add_args.extra_inputs[0]), num_basic_ops());
   result.kept[0] = std::move(kept);
   return result;
 }

@@ -16,7 +16,7 @@ FuserForwardResult ForwardLinearScaleAdd::fuser_forward_compute(const Value& inp
   fwd.alpha = scale_.options.scale;
   Kept kept = BasicLinearImpl::kept(fwd, args[0]);
   FuserForwardResult result = fused_forward_result(
-      linear_forward_add(std::move(fwd), add_, args[2].extra_inputs[0], args[2]), num_basic_ops());
+      linear_forward_add(std::move(fwd), add_, args[2].extra_inputs[0]), num_basic_ops());
   result.kept[0] = std::move(kept);
   return result;
 }

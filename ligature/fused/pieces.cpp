@@ -4,6 +4,7 @@
 #include "ligature/kernels/gated_linear.h"
 #include "ligature/kernels/log.h"
 #include "ligature/ops/prepare.h"
+#include "ligature/readable.h"
 
 namespace ligature {
 
@@ -33,7 +34,7 @@ LinearFwdArgs linear_bias_args(const BasicLinearImpl& linear, const BiasImpl* bi
                                const Value& input, const OpArgs& linear_args,
                                const OpArgs* bias_args) {
   LinearFwdArgs fwd = linear.forward_args(input, linear_args);
-  if (bias != nullptr) fwd.bias = prepare(bias_args->params[0], fwd.dtype);
+  if (bias != nullptr) fwd.bias = BiasImpl::bias_of(*bias_args, fwd.dtype);
   return fwd;
 }
 
@@ -102,15 +103,14 @@ bool leaves_bias_grad(const OperationContext& linear, const OperationContext& bi
                                        kernels::device_behind(grad_output.tensor()));
 }
 
-Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const Tensor& extra,
-                          const OpArgs& add_args) {
+Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const Tensor& extra) {
   const bool in_place = add.options.in_place;
   const bool quantized = fwd.x.is_quantized() || fwd.w.is_quantized();
-  const bool writable = !quantized && extra.is_contiguous() && !extra.is_alias_of(fwd.x.tensor());
+  const bool writable = !quantized && is_readable(extra) && extra.is_contiguous() &&
+                        !extra.is_alias_of(fwd.x.tensor());
   if (extra.scalar_type() != fwd.dtype || (in_place && !writable)) {
-    return add.forward(BasicLinearImpl::forward(fwd), extra, add_args);
+    return add.forward(BasicLinearImpl::forward(fwd), extra);
   }
-  if (in_place) add.check_in_place(extra, add_args);
   fwd.add = contiguous(extra);
   fwd.add_in_place = in_place;
   Tensor y = BasicLinearImpl::forward(fwd);
@@ -121,7 +121,8 @@ Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const
 void check_input_survives(const Value& input, const OpArgs& linear_args,
                           const AddExtraInputImpl& add, const Tensor& extra) {
   const bool overwritten = add.options.in_place && linear_args.requires_grad.param(0) &&
-                           !input.is_quantized() && input.tensor().is_alias_of(extra);
+                           !input.is_quantized() && quantized_of(extra) == nullptr &&
+                           input.tensor().is_alias_of(extra);
   LIGATURE_CHECK_STATE(!overwritten, "[", add.label(),
                        "] one of the variables needed for gradient computation has been modified "
                        "by an inplace operation: the extra input of in_place=true is the input of "

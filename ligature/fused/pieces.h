@@ -57,8 +57,7 @@ bool leaves_bias_grad(const OperationContext& linear, const OperationContext& bi
 
 /// The linear of `fwd`, then `add` with `extra`: in one GEMM where the result is the same as that
 /// of the two one after the other.
-Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const Tensor& extra,
-                          const OpArgs& add_args);
+Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const Tensor& extra);
 
 /// In-place addition into the memory of an input that the linear before it saves. Version counters
 /// catch it between two steps, but not inside one.

@@ -4,6 +4,7 @@
 
 #include <c10/util/FunctionRef.h>
 
+#include <optional>
 #include <vector>
 
 #include "ligature/fuser/plan.h"
@@ -23,6 +24,24 @@ struct BackwardNeed {
                          c10::function_ref<bool(size_t)> wanted);
 };
 
+/// What forward's steps gave, for gradients that are missing; by operation. Nothing for a plan
+/// without extra inputs and outputs or without operations of users.
+struct ForwardShapes {
+  std::vector<std::vector<std::optional<ValueMeta>>> extra_outputs;  ///< none where one was omitted
+  std::vector<std::optional<ValueMeta>> outputs;                     ///< none where it is unknown
+};
+
+/// The name in a context's state under which its operation's backward finds that it cannot use it,
+/// and why.
+inline constexpr const char* kUnusableContext = "unusable context";
+/// Throws what is found there.
+void check_usable(const OperationContext& ctx);
+
+// What comes from outside of our own kernels, as those can read it. An operation of a host language
+// is given it as it is.
+void read_saved(OperationContext& ctx, const BasicOperation& op);
+void read_extra_gradients(std::vector<Tensor>& grads, const BasicOperation& op);
+
 /// Who holds what forward saved.
 class SavedValues {
  public:
@@ -39,7 +58,7 @@ struct BackwardCall {
   const Plan& plan;
   Contexts& contexts;  ///< their flags are narrowed while it runs
   const std::vector<size_t>& param_offsets;
-  const std::vector<std::vector<ValueMeta>>& extra_outputs;  ///< of forward
+  const ForwardShapes& shapes;
   SavedValues& saved;
   SavedOwner* owner;  ///< from whom steps may take saved tensors; null: from nobody
   TracePtr trace;

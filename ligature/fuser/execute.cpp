@@ -30,20 +30,18 @@ GradPlan plan_gradients(const Call& call, const Wiring& wiring, size_t num_ops) 
     GradFlags& flags = grads.flags[op];
     const size_t first_param = call.param_offsets[op];
     const size_t num_params = call.param_offsets[op + 1] - first_param;
-    LIGATURE_CHECK(num_params <= 64, "an operation may have 64 parameters, operation ", op, " has ",
-                   num_params);
     for (size_t j = 0; j < num_params; ++j) {
       const Tensor& param = call.params[first_param + j];
-      if (param.defined() && param.requires_grad()) flags.params |= uint64_t{1} << j;
+      if (param.defined() && param.requires_grad()) flags.params.set(j);
     }
     for (size_t j = 0; j < wiring.inputs[op].size(); ++j) {
       const Wiring::Input& extra = wiring.inputs[op][j];
       const bool requires_grad = extra.caller != Wiring::kNone
                                      ? call.extra_inputs[extra.caller].requires_grad()
                                      : extra.producer >= grads.first_backward_op;
-      if (requires_grad) flags.extra_inputs |= uint64_t{1} << j;
+      if (requires_grad) flags.extra_inputs.set(j);
     }
-    if ((flags.params != 0 || flags.extra_inputs != 0) && op < grads.first_backward_op) {
+    if ((flags.params.any() || flags.extra_inputs.any()) && op < grads.first_backward_op) {
       grads.first_backward_op = op;
     }
     flags.op = op >= grads.first_backward_op;
@@ -89,6 +87,14 @@ struct Overwritten {
   torch::autograd::Edge before;
 };
 
+/// A leaf that needs a gradient, or a view of one, stays what it is in the graph: it is given other
+/// values, and its gradient is that of the values before.
+bool keeps_history(const Tensor& extra) {
+  if (!at::GradMode::is_enabled() || !extra.requires_grad()) return false;
+  const Tensor base = extra.is_view() ? Tensor(extra._base()) : extra;
+  return base.is_leaf() && base.requires_grad();
+}
+
 std::vector<Overwritten> overwritten_inputs(const Plan& plan, const Call& call) {
   std::vector<Overwritten> out;
   if (call.extra_inputs.empty()) return out;
@@ -96,13 +102,7 @@ std::vector<Overwritten> overwritten_inputs(const Plan& plan, const Call& call) 
     for (size_t j = 0; j < plan.wiring->inputs[i].size(); ++j) {
       if (!plan.basic_ops[i]->writes_extra_input(j)) continue;
       const Tensor& extra = call.extra_inputs[plan.wiring->inputs[i][j].caller];
-      LIGATURE_CHECK_STATE(
-          !at::GradMode::is_enabled() || !extra.requires_grad() || !extra.is_leaf(), "[",
-          plan.basic_ops[i]->label(),
-          "] a leaf Variable that requires grad is being used in an in-place "
-          "operation: extra input ",
-          j, ", which in_place=True overwrites");
-      out.push_back({extra, edge_of(extra)});
+      if (!keeps_history(extra)) out.push_back({extra, edge_of(extra)});
     }
   }
   return out;
@@ -174,7 +174,9 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
   {
     const SmallBufferRun buffers(plan->forward_bytes);
     const Value y = run.run();
-    outputs[0] = y.is_quantized() ? wrap_quantized(y.quantized()) : y.tensor();
+    // A quantized argument that comes back is itself, not another tensor of the same data.
+    const bool wrap = y.is_quantized() && !y.identity().defined();
+    outputs[0] = wrap ? wrap_quantized(y.quantized()) : y.identity();
   }
   producers.resize(outputs.size());
   for (size_t i = 0; outputs.size() > 1 && i < n; ++i) {
@@ -218,7 +220,7 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
                                       [&](const Tensor& y) { return y.is_same(item.tensor); });
     if (!returned) rebase_overwritten(item, {});
   }
-  if (plan->has_extras) node->remember_extra_outputs(run.extra_outputs());
+  if (plan->has_extras && !plan->ours) node->remember_shapes(run.shapes());
   node->save(outputs, run.versions());
   return outputs;
 }

@@ -162,7 +162,12 @@ ExplainedPart explain_plan(const Plan& plan, const Trace& trace) {
   ExplainedPart part;
   part.recompute = plan.options.recompute == Recompute::Cheap ? "cheap" : "none";
   if (plan.options.recipe != nullptr) {
-    part.recipe = plan.options.recipe->name();
+    const Recipe& recipe = *plan.options.recipe;
+    part.recipe = recipe.name();
+    if (recipe.backward_override() != BackwardOverride::None) {
+      part.recipe +=
+          std::string(", backward ") + backward_override_name(recipe.backward_override());
+    }
     if (plan.options.calibrating) part.recipe += ", calibrating";
   }
   if (has_emulated(trace)) {
@@ -172,7 +177,13 @@ ExplainedPart explain_plan(const Plan& plan, const Trace& trace) {
         "use_split_accumulator has no effect on them";
   }
   part.gradients = plan.options.requires_grad;
-  for (size_t i = 0; i < plan.basic_ops.size(); ++i) part.ops.push_back(explain_operation(plan, i));
+  for (size_t i = 0; i < plan.basic_ops.size(); ++i) {
+    part.ops.push_back(explain_operation(plan, i));
+    const std::string note = plan.basic_ops[i]->note();
+    if (note.empty()) continue;
+    part.note += (part.note.empty() ? "" : "; ") + std::to_string(i) + " " +
+                 plan.basic_ops[i]->name() + ": " + note;
+  }
   part.forward = explain_steps(plan.forward, trace.forward);
   part.backward = explain_steps(plan.backward, trace.backward);
   part.considered = explain_considered(plan);

@@ -202,6 +202,7 @@ ExplainedCall OperationFuser::explain_call(Call&& given, const std::optional<Sit
     std::lock_guard<std::mutex> lock(trace->mutex);
     out.part = explain_plan(*plan, *trace);
   }
+  out.trace = trace;
   if (!situation.why_high_precision.empty()) {
     if (!out.part.note.empty()) out.part.note += "; ";
     out.part.note += situation.why_high_precision;

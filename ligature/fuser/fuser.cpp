@@ -7,25 +7,74 @@
 #include <algorithm>
 
 #include "ligature/fuser/builtin_scope.h"
+#include "ligature/fuser/live_fusers.h"
 #include "ligature/fuser/precision.h"
 #include "ligature/fuser/strict.h"
+#include "ligature/modes.h"
+#include "ligature/readable.h"
 
 namespace ligature {
+namespace {
+
+RecordedRun recorded_run = nullptr;
+
+}  // namespace
+
+void set_recorded_run(RecordedRun run) { recorded_run = run; }
 
 OperationFuser::OperationFuser(const OpList& ops, FuserOptions options)
     : ops_(ops), options_(std::move(options)) {
   LIGATURE_CHECK(!ops.empty(), "a fuser needs at least one operation");
-  for (const auto& op : ops) {
-    for (auto& basic : op->basic_ops()) basic_ops_.push_back(std::move(basic));
+  for (size_t i = 0; i < ops.size(); ++i) {
+    LIGATURE_CHECK_TYPE(ops[i] != nullptr, "operation ", i, " of a fuser is null");
+    for (auto& basic : ops[i]->basic_ops()) basic_ops_.push_back(std::move(basic));
   }
   wiring_ = std::make_shared<const Wiring>(options_.use_channels
                                                ? wire(basic_ops_, options_.open_channels)
                                                : wire_without_channels(basic_ops_));
+  LiveFusers::get().add(this);
+}
+
+OperationFuser::~OperationFuser() { LiveFusers::get().remove(this); }
+
+namespace {
+
+bool is_dense(const Tensor& t) {
+  return !t.defined() || is_readable(t) ||
+         (t.layout() == at::kStrided && !t.unsafeGetTensorImpl()->is_nested());
+}
+
+}  // namespace
+
+/// Planning asks for sizes, which not all layouts have: what no kernel could read is refused
+/// before. Operations of a host language may take it.
+void OperationFuser::check_layouts(const Call& call) const {
+  for (size_t op = 0; op < basic_ops_.size(); ++op) {
+    const BasicOperation& basic = *basic_ops_[op];
+    if (basic.is_guest()) continue;
+    const auto check = [&](const Tensor& t, c10::function_ref<std::string()> what) {
+      if (!is_dense(t)) readable(t, [&] { return "[" + basic.label() + "] " + what(); });
+    };
+    if (op == 0) check(call.input.identity(), [] { return std::string("input"); });
+    for (size_t j = 0; j < wiring_->inputs[op].size(); ++j) {
+      const size_t caller = wiring_->inputs[op][j].caller;
+      if (caller >= call.extra_inputs.size()) continue;
+      check(call.extra_inputs[caller], [&] { return "extra input " + std::to_string(j); });
+    }
+    for (size_t k = call.param_offsets[op]; k < call.param_offsets[op + 1]; ++k) {
+      check(call.params[k], [&] {
+        const auto names = basic.parameter_names();
+        const size_t j = k - call.param_offsets[op];
+        return j < names.size() ? names[j] : "parameter " + std::to_string(j);
+      });
+    }
+  }
 }
 
 void OperationFuser::check_call(const Call& call) const {
   LIGATURE_CHECK_TYPE(call.input.defined(), "[", basic_ops_.front()->label(),
                       "] input must be a tensor, got none");
+  check_layouts(call);
   LIGATURE_CHECK(call.extra_inputs.size() == num_extra_inputs(), "the operations ",
                  describe(basic_ops_), " take ", num_extra_inputs(), " extra inputs, got ",
                  call.extra_inputs.size());
@@ -50,63 +99,6 @@ void OperationFuser::check_call(const Call& call) const {
     forward_mode = forward_mode || torch::autograd::isFwGradDefined(t);
   }
   LIGATURE_CHECK_STATE(!forward_mode, "forward-mode differentiation of a fuser is not supported");
-}
-
-// Recipes with the same fields are the same to a plan.
-bool OperationFuser::PlanKey::operator==(const PlanKey& other) const {
-  const bool same_recipe =
-      recipe == other.recipe ||
-      (recipe != nullptr && other.recipe != nullptr && recipe->key() == other.recipe->key());
-  return same_recipe && registry == other.registry &&
-         first_backward_op == other.first_backward_op && dtype == other.dtype &&
-         device == other.device && calibrating == other.calibrating;
-}
-
-std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key, bool to_run) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const auto is_wanted = [&](const KeptPlan& kept) { return kept.key == key; };
-  auto found = std::find_if(plans_.begin(), plans_.end(), is_wanted);
-  if (found == plans_.end()) {
-    PlanOptions options;
-    options.recipe = key.recipe;
-    options.calibrating = key.calibrating;
-    options.dtype = key.dtype;
-    options.device = key.device;
-    options.recompute = options_.recompute;
-    options.requires_grad = key.first_backward_op < basic_ops_.size();
-    auto plan = make_plan(basic_ops_, wiring_, options, key.first_backward_op, options_.fuse);
-    std::erase_if(plans_, [&](const KeptPlan& kept) { return kept.key.registry != key.registry; });
-    plans_.push_back({key, std::move(plan), false});
-    found = plans_.end() - 1;
-  }
-  if (to_run) {
-    if (!found->checked) {
-      check_strict(*found->plan, options_.strict);
-      found->checked = true;
-    }
-    if (last_plan_ != found->plan) {
-      last_plan_ = found->plan;
-      // Its operations know again which recipe they used last, and where.
-      for (const auto& op : basic_ops_) {
-        if (const auto state = op->quantization(key.recipe, key.device)) {
-          state->move_to(key.device);
-        }
-      }
-    }
-  }
-  return found->plan;
-}
-
-std::shared_ptr<const Plan> OperationFuser::plan() const {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return last_plan_;
-}
-
-void OperationFuser::set_recompute(Recompute recompute) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (recompute == options_.recompute) return;
-  options_.recompute = recompute;
-  plans_.clear();
 }
 
 void OperationFuser::prepare() {
@@ -150,14 +142,18 @@ void OperationFuser::remember(const Call& call, const std::shared_ptr<const Plan
   if (!last_situation_) last_situation_.emplace();
   Situation& situation = *last_situation_;
   const auto note = [](Situation::Input& input, const Tensor& tensor) {
+    if (!is_dense(tensor)) return;  // the run refuses it
     input.meta.sizes = tensor.sizes();
     input.meta.dtype = tensor.scalar_type();
     input.meta.device = tensor.device();
     input.strides = tensor.strides();
     input.requires_grad = tensor.requires_grad();
   };
-  situation.input.meta = ValueMeta::of(call.input);
-  if (!call.input.is_quantized()) note(situation.input, call.input.tensor());
+  if (call.input.is_quantized()) {
+    situation.input.meta = ValueMeta::of(call.input);
+  } else {
+    note(situation.input, call.input.tensor());
+  }
   situation.extra_inputs.resize(call.extra_inputs.size());
   for (size_t k = 0; k < call.extra_inputs.size(); ++k) {
     note(situation.extra_inputs[k], call.extra_inputs[k]);
@@ -171,8 +167,30 @@ void OperationFuser::remember(const Call& call, const std::shared_ptr<const Plan
   if (last_trace_ != nullptr || call.trace != nullptr) last_trace_ = call.trace;
 }
 
-std::vector<Tensor> OperationFuser::run(Call&& call) {
+std::string OperationFuser::prepare_flat(Call& call) {
   check_call(call);
+  const ModesHidden modes;  // planning is no part of the call
+  std::string why_high_precision = enter_context(call, call.input.device());
+  const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
+  call.autocast_dtype = autocast_dtype(call.input.device());
+  const auto plan = plan_for(key_for(call, grads), true);
+  const auto is_symbolic = [](const Tensor& t) {
+    return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  };
+  const bool symbolic =
+      (!call.input.is_quantized() && is_symbolic(call.input.tensor())) ||
+      std::any_of(call.extra_inputs.begin(), call.extra_inputs.end(), is_symbolic);
+  if (!symbolic) remember(call, plan, grads, why_high_precision);
+  return why_high_precision;
+}
+
+std::vector<Tensor> OperationFuser::run(Call&& call) {
+  if (has_tracer()) {
+    prepare_flat(call);
+    return recorded_run(*this, std::move(call));
+  }
+  check_call(call);
+  check_no_fake_mode([this] { return "[" + basic_ops_.front()->label() + "]"; });
   const std::string why_high_precision = enter_context(call, call.input.device());
   const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
   const std::shared_ptr<const Plan> plan = plan_for(key_for(call, grads), true);

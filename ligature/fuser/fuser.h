@@ -49,6 +49,7 @@ struct Situation {
 struct ExplainedCall {
   ExplainedPart part;
   std::vector<Tensor> outputs;
+  TracePtr trace;
 };
 
 /// Example:
@@ -56,9 +57,12 @@ struct ExplainedCall {
 /// OperationFuser fuser({norm.ptr(), fc1.ptr(), act.ptr(), fc2.ptr()});
 /// Tensor y = fuser(x)[0];
 /// ```
-class OperationFuser {
+class OperationFuser : public std::enable_shared_from_this<OperationFuser> {
  public:
   explicit OperationFuser(const OpList& ops, FuserOptions options = {});
+  ~OperationFuser();
+  OperationFuser(const OperationFuser&) = delete;
+  OperationFuser& operator=(const OperationFuser&) = delete;
 
   /// Runs with the operations' own parameters. Returns the output, then the extra outputs.
   std::vector<Tensor> operator()(const Tensor& input, std::vector<Tensor> extra_inputs = {},
@@ -67,6 +71,9 @@ class OperationFuser {
   void prepare();
   /// Runs with everything given.
   std::vector<Tensor> run(Call&& call);
+  /// For a call that is made as a function of graphs (compile/) and not by run(): checks it,
+  /// remembers it for explain(), and says why it is in high precision inside an autocast.
+  std::string prepare_flat(Call& call);
 
   size_t num_basic_ops() const { return basic_ops_.size(); }
   const std::vector<BasicOpPtr>& basic_ops() const { return basic_ops_; }
@@ -76,6 +83,13 @@ class OperationFuser {
 
   /// The plan of the last call; null before the first.
   std::shared_ptr<const Plan> plan() const;
+  /// All plans that it keeps: those of the situations called last, and that of the last call.
+  std::vector<std::shared_ptr<const Plan>> plans() const;
+  /// How many plans it has let go of so far.
+  uint64_t dropped_plans() const { return dropped_plans_.load(std::memory_order_relaxed); }
+  /// Gives away the plans made with other fusions than there are now. That of the last call is
+  /// still explained, without the fused operations of users.
+  void drop_stale_plans(std::vector<std::shared_ptr<const Plan>>& dropped);
   void set_recompute(Recompute recompute);
   Recompute recompute() const { return options_.recompute; }
 
@@ -120,7 +134,12 @@ class OperationFuser {
   }
   /// `to_run`: it must hold what is strictly wanted, and becomes the last plan.
   std::shared_ptr<const Plan> plan_for(const PlanKey& key, bool to_run);
+  KeptPlan& find_plan(const PlanKey& key);
+  std::shared_ptr<const Plan> drop_plan(size_t index);
+  bool trace_last_call();
   void check_call(const Call& call) const;
+  /// Refuses sparse and nested tensors: operations compute with dense memory.
+  void check_layouts(const Call& call) const;
   /// The context of this thread, and why it is not followed: empty when it is.
   std::string enter_context(Call& call, at::Device device) const;
   void remember(const Call& call, const std::shared_ptr<const Plan>& plan, const GradPlan& grads,
@@ -133,11 +152,16 @@ class OperationFuser {
   std::shared_ptr<const Wiring> wiring_;
   FuserOptions options_;
   mutable std::recursive_mutex mutex_;  // a fusion may look at the fuser that is being planned
-  std::vector<KeptPlan> plans_;
+  std::vector<KeptPlan> plans_;         // the last used one at the end
+  std::atomic<uint64_t> dropped_plans_{0};
   std::shared_ptr<const Plan> last_plan_;
   std::optional<Situation> last_situation_;
   TracePtr last_trace_;  // of plans with operations of a host language
   std::atomic<bool> prepared_{false};
 };
+
+/// How a call is made while torch.jit.trace records.
+using RecordedRun = std::vector<Tensor> (*)(OperationFuser& fuser, Call&& call);
+void set_recorded_run(RecordedRun run);
 
 }  // namespace ligature

@@ -17,7 +17,8 @@ struct Consideration {
 };
 
 /// Scans from the left; matches do not overlap. Appends to `considered` unless it is null.
+/// `only_in_te_ops`: leaves what te.ops does not fuse for later, without a word.
 OpList apply_rule(const FusionRule& rule, const OpList& ops, const PlanOptions& options,
-                  std::vector<Consideration>* considered);
+                  std::vector<Consideration>* considered, bool only_in_te_ops = false);
 
 }  // namespace ligature

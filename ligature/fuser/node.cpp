@@ -1,6 +1,7 @@
 #include "ligature/fuser/node.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -14,10 +15,19 @@
 #include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/backend/small_buffers.h"
 #include "ligature/fuser/node_ptr.h"
+#include "ligature/readable.h"
 
 namespace ligature {
 
 using torch::autograd::variable_list;
+
+FuserNode::Saved::Saved(const Tensor& t, bool is_output, size_t op, const at::TensorImpl* identity)
+    : variable(t, is_output), last_user(op), tensor(identity) {
+  // A layout of its own is a Python operation's, which knows what to do with it.
+  if (!variable.has_hooks() || t.layout() != at::kStrided || t.is_nested()) return;
+  packed = std::make_unique<Packed>(
+      Packed{ValueMeta::of(t), at::DimVector(t.strides()), t.is_non_overlapping_and_dense()});
+}
 
 size_t FuserNode::save_tensor(const Tensor& tensor, const std::vector<Tensor>& outputs, size_t op) {
   const at::TensorImpl* identity = tensor.unsafeGetTensorImpl();
@@ -83,13 +93,6 @@ void FuserNode::note_internal() {
   }
 }
 
-void FuserNode::remember_extra_outputs(const std::vector<std::vector<Tensor>>& extra_outputs) {
-  for (const auto& outputs : extra_outputs) {
-    auto& metas = extra_outputs_.emplace_back();
-    for (const Tensor& output : outputs) metas.push_back(ValueMeta::of(output));
-  }
-}
-
 void FuserNode::release_variables() {
   std::lock_guard<std::mutex> lock(mutex_);
   for (Saved& saved : saved_) saved.variable.reset_data();
@@ -112,6 +115,31 @@ bool FuserNode::let_go(const OperationContext& ctx, size_t i, bool& internal) {
   return true;
 }
 
+/// Kernels rely on what forward saved: hooks may give back another tensor with its values, but none
+/// of another kind. Strides are made those that were packed.
+void FuserNode::check_unpacked(size_t op, size_t slot, size_t part, Saved& saved) const {
+  const Packed& packed = *saved.packed;
+  Tensor& t = saved.unpacked;
+  const auto describe = [](const ValueMeta& meta) {
+    return to_string(meta) + " on " + meta.device.str();
+  };
+  const auto name = [&] {
+    const bool is_part = slots(op)[slot].shell != nullptr;
+    return "[" + plan_->basic_ops[op]->label() + "] saved tensor " + std::to_string(slot) +
+           (is_part ? ", part " + std::to_string(part) : std::string()) +
+           ": what saved-tensor hooks give back";
+  };
+  if (!is_readable(t) && !plan_->basic_ops[op]->is_guest()) t = readable(t, name);
+  const bool strided = t.layout() == at::kStrided && !t.is_nested();
+  const bool same = strided && t.scalar_type() == packed.meta.dtype &&
+                    t.device() == packed.meta.device && t.sizes() == packed.meta.sizes;
+  LIGATURE_CHECK_STATE(same, name(), " must be ", describe(packed.meta), " as they were given it, ",
+                       "got ", strided ? describe(ValueMeta::of(t)) : "one of another layout");
+  if (!packed.dense || t.strides() == packed.strides) return;
+  Tensor in_order = at::empty_strided(t.sizes(), packed.strides, t.options());
+  t = in_order.copy_(t);
+}
+
 void FuserNode::unpack(size_t op) {
   const at::ArrayRef<Slot> wanted = slots(op);
   if (wanted.empty()) return;
@@ -120,7 +148,8 @@ void FuserNode::unpack(size_t op) {
   // A checkpoint runs its forward again when the first tensor is asked for.
   std::optional<RecomputeScope> recompute;
   if (autocast_.session != nullptr) recompute.emplace(autocast_);
-  for (const Slot& slot : wanted) {
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const Slot& slot = wanted[i];
     for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
       Saved& saved = saved_[k];
       if (saved.unpacked.defined()) continue;
@@ -131,6 +160,7 @@ void FuserNode::unpack(size_t op) {
         own.emplace();
       }
       saved.unpacked = saved.variable.unpack(getptr());
+      if (saved.packed != nullptr) check_unpacked(op, i, k - slot.first, saved);
     }
     if (slot.first == Wiring::kNone) {
       values.emplace_back();
@@ -157,6 +187,7 @@ void FuserNode::used(size_t first, size_t end) {
 
 variable_list FuserNode::backward(variable_list& grads) {
   const Plan& plan = *plan_;
+  check_no_fake_mode([&] { return "[" + plan.basic_ops.back()->label() + "] its backward"; });
   const BackwardNeed need = BackwardNeed::of(plan, *contexts_, param_offsets_, [this](size_t edge) {
     return task_should_compute_output(edge);
   });
@@ -182,7 +213,7 @@ variable_list FuserNode::backward(variable_list& grads) {
     }
   } clear{saved_};
   const SmallBufferRun buffers(plan.backward_bytes);
-  return run_backward({plan, *contexts_, param_offsets_, extra_outputs_, *this, this, trace_}, need,
+  return run_backward({plan, *contexts_, param_offsets_, shapes_, *this, this, trace_}, need,
                       std::move(dy), std::move(caller_grads));
 }
 

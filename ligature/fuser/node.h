@@ -31,8 +31,7 @@ class FuserNode : public torch::autograd::Node, private SavedValues, private Sav
   void add_output(size_t caller_index) { outputs_.push_back(caller_index); }
   static constexpr size_t kMainOutput = Wiring::kNone;
 
-  /// Shapes of all extra outputs, for guests: their missing gradients are given as zeros.
-  void remember_extra_outputs(const std::vector<std::vector<Tensor>>& extra_outputs);
+  void remember_shapes(ForwardShapes shapes) { shapes_ = std::move(shapes); }
 
   /// Takes over what the contexts hold. `outputs`: the tensors that the node returned. `versions`:
   /// of every saved tensor, when it was saved, in order.
@@ -51,19 +50,26 @@ class FuserNode : public torch::autograd::Node, private SavedValues, private Sav
     size_t first = Wiring::kNone;  // none: an undefined value
     size_t count = 0;
   };
+  /// What hooks were given, and must give back.
+  struct Packed {
+    ValueMeta meta;
+    at::DimVector strides;
+    bool dense;  // each element at a place of its own, without gaps
+  };
   struct Saved {
     torch::autograd::SavedVariable variable;
     size_t last_user;              // the operation after whose backward it is not needed
     const at::TensorImpl* tensor;  // itself, only while saving; null for a quantized value's part
     bool internal = false;         // only operations of the call have seen it
     Tensor unpacked{};             // only while backward runs
+    std::unique_ptr<Packed> packed{};  // for hooks: what they were given
 
-    Saved(const Tensor& t, bool is_output, size_t op, const at::TensorImpl* identity)
-        : variable(t, is_output), last_user(op), tensor(identity) {}
+    Saved(const Tensor& t, bool is_output, size_t op, const at::TensorImpl* identity);
   };
 
   torch::autograd::variable_list backward(torch::autograd::variable_list& grads);
   void unpack(size_t op) override;
+  void check_unpacked(size_t op, size_t slot, size_t part, Saved& saved) const;
   void used(size_t first, size_t end) override;
   size_t save_tensor(const Tensor& tensor, const std::vector<Tensor>& outputs, size_t op);
   void note_internal();
@@ -81,7 +87,7 @@ class FuserNode : public torch::autograd::Node, private SavedValues, private Sav
   std::shared_ptr<void> keep_alive_;
   TracePtr trace_;
   c10::SmallVector<size_t, 2> outputs_;
-  std::vector<std::vector<ValueMeta>> extra_outputs_;
+  ForwardShapes shapes_;
   std::vector<Saved> saved_;
   bool keep_graph_ = true;                   // only while backward runs
   std::vector<Slot> slots_;                  // every saved value, by operation

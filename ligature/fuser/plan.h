@@ -42,6 +42,7 @@ struct Plan {
   /// Operations before this one save nothing and do not run in backward.
   size_t first_backward_op = 0;
   PlanOptions options;
+  uint64_t registry = 0;  ///< version of the fusions that it was made with
   /// What each basic operation has of the recipe; null in high precision.
   std::vector<OpQuantizationPtr> quantizations;
   /// Neighbours' quantizers, one entry per basic operation.
@@ -53,11 +54,30 @@ struct Plan {
   };
   std::vector<PassReport> reports;
   bool has_guests = false;  ///< an operation of a host language takes part
+  bool ours = true;         ///< no step is a user's
   bool has_extras = false;  ///< there are extra inputs or outputs, the caller's or on channels
-  bool fuse = true;         ///< false: fusing was switched off
+  /// By basic operation: does a user's fusion fill its context, and another backward read it?
+  /// Empty: for none.
+  std::vector<bool> filled_by_user;
+  bool fuse = true;  ///< false: fusing was switched off
   /// What the small buffers of a run take.
   mutable SmallBytes forward_bytes, backward_bytes;
 };
+
+/// Checks the steps of a plan and looks up what running them depends on.
+void finish_plan(Plan& plan);
+
+/// Before a call with this plan: its operations know that they compute with this recipe, whose plan
+/// key is that of the plan's, and on which device. False where one has forgotten what the plan has
+/// of it.
+bool use_recipe(const Plan& plan, const RecipePtr& recipe, at::Device device);
+
+/// Adds what the plan's next basic operation has of the recipe; `own` is null in high precision.
+void add_quantizers(Plan& plan, BasicOperation& op, OpQuantizationPtr own);
+
+/// What basic operation `i` is given of the recipe: its own quantizers and its neighbours'.
+void give_quantizers(const Plan& plan, const GradFlagList& flags, size_t i, OpArgs& args,
+                     OperationContext& ctx);
 
 /// Runs the three passes. Each registered fusion is applied once per pass; after each pass the
 /// result must stand for the same basic operations in the same order.

@@ -31,7 +31,8 @@ class FusionHandle {
  public:
   FusionHandle() = default;
   FusionHandle(Pass pass, uint64_t id) : pass_(pass), id_(id) {}
-  /// Takes the fusion out again; every plan made with it is made anew. Doing so twice is harmless.
+  /// Takes the fusion out again. Every plan made with it is made anew, and what it made is let go
+  /// of where no graph needs it. Doing so twice is harmless.
   void unregister();
   bool registered() const;
 
@@ -55,6 +56,9 @@ class ScopedFusion {
 
 /// Joint: one operation serves both directions; only the pair must equal the basic operations.
 /// Forward, backward: interchangeable with the basic operations, contexts included.
+///
+/// It is tried after the built-in fusions that te.ops has too and before all others, so that it
+/// sees the operations as te.ops would show them; with `prepend` before every other one.
 FusionHandle register_fusion(Pass pass, Fusion fusion, bool prepend = false);
 
 inline FusionHandle register_forward_fusion(Fusion fusion, bool prepend = false) {
@@ -69,8 +73,19 @@ inline FusionHandle register_forward_backward_fusion(Fusion fusion, bool prepend
 
 using FusionList = std::vector<std::shared_ptr<const Fusion>>;
 
-/// A snapshot of a pass's fusions in order, and the number of changes so far.
+/// Called whenever a fusion was taken out, in the order in which they were given.
+void at_unregister(std::function<void()> function);
+
+/// A snapshot of a pass's fusions in the order in which they are first tried, and the number of
+/// changes so far.
 FusionList registered_fusions(Pass pass);
 uint64_t registry_version();
+
+/// One turn of a fusion in a pass.
+struct FusionTurn {
+  std::shared_ptr<const Fusion> fusion;
+  bool only_in_te_ops = false;  ///< only where te.ops has it; the rest has a turn later
+};
+std::vector<FusionTurn> fusion_turns(Pass pass);
 
 }  // namespace ligature

@@ -26,6 +26,10 @@ struct PlanOptions {
   bool requires_grad = false;  ///< some operation runs in backward
   /// Also fusions that pay on other devices alone: those must be right on every device.
   bool of_every_device = false;
+
+  bool quantizes_gradients() const {
+    return recipe != nullptr && recipe->backward_override() == BackwardOverride::None;
+  }
 };
 
 /// One place of a pattern. `take` tells how many of the operations, from the first one on, it
@@ -50,8 +54,9 @@ struct FusionRule {
   /// Why a match is not fused; empty when it is.
   std::function<std::string(const Match&, const PlanOptions&)> why_not;
   std::function<OpPtr(const Match&)> make;
-  /// Tried after every other fusion of its pass, also those registered later.
-  bool last = false;
+  /// Of a built-in rule: does te.ops fuse these operations too? There it is tried before the
+  /// fusions that users register, elsewhere after them. Null: nowhere.
+  std::function<bool(const Match&, const PlanOptions&)> in_te_ops{};
 };
 
 /// A place of a pattern: an operation of this class.

@@ -1,11 +1,10 @@
 #include "ligature/fuser/strict.h"
 
 #include <algorithm>
+#include <atomic>
 
 namespace ligature {
 namespace {
-
-thread_local StrictScope* innermost = nullptr;
 
 bool fired(const Plan& plan, const std::string& fusion) {
   for (const auto& report : plan.reports) {
@@ -95,25 +94,47 @@ void check_strict(const Plan& plan, const std::vector<std::string>& fusions) {
   }
 }
 
+struct StrictScope::Demand {
+  struct Missing {
+    std::string fusion;
+    bool fired = false;
+    std::vector<std::string> reasons;
+  };
+
+  void see(const Plan& plan);
+
+  std::vector<Missing> fusions;
+  Where where = Where::Every;
+  std::atomic<bool> dropped{false};
+};
+
+std::vector<std::shared_ptr<StrictScope::Demand>>& StrictScope::demands() {
+  thread_local std::vector<std::shared_ptr<Demand>> all;
+  while (!all.empty() && all.back()->dropped) all.pop_back();
+  return all;
+}
+
 StrictScope::StrictScope(std::vector<std::string> fusions, Where where)
-    : where_(where), outer_(innermost) {
-  for (auto& name : fusions) fusions_.push_back({std::move(name), false, {}});
-  innermost = this;
+    : demand_(std::make_shared<Demand>()) {
+  for (auto& name : fusions) demand_->fusions.push_back({std::move(name), false, {}});
+  demand_->where = where;
+  demands().push_back(demand_);
 }
 
-StrictScope::~StrictScope() {
-  if (innermost == this) innermost = outer_;
-}
+StrictScope::~StrictScope() { demand_->dropped = true; }
 
-bool StrictScope::active() { return innermost != nullptr; }
+bool StrictScope::active() { return !demands().empty(); }
 
 void StrictScope::check(const Plan& plan) {
-  for (StrictScope* scope = innermost; scope != nullptr; scope = scope->outer_) scope->see(plan);
+  const auto all = demands();
+  for (size_t i = all.size(); i-- > 0;) {
+    if (!all[i]->dropped) all[i]->see(plan);
+  }
 }
 
-void StrictScope::see(const Plan& plan) {
-  for (Missing& missing : fusions_) {
-    if (where_ == Where::Every) {
+void StrictScope::Demand::see(const Plan& plan) {
+  for (Missing& missing : fusions) {
+    if (where == Where::Every) {
       check_strict(plan, {missing.fusion});
       continue;
     }
@@ -129,8 +150,8 @@ void StrictScope::see(const Plan& plan) {
 }
 
 void StrictScope::finish() const {
-  if (where_ == Where::Every) return;
-  for (const Missing& missing : fusions_) {
+  if (demand_->where == Where::Every) return;
+  for (const Demand::Missing& missing : demand_->fusions) {
     if (missing.fired) continue;
     std::string reasons;
     for (const auto& reason : missing.reasons) reasons += (reasons.empty() ? "" : "\n  ") + reason;

@@ -1,6 +1,7 @@
 // Fusions that must fire: where one does not, planning fails and says why.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -35,17 +36,11 @@ class StrictScope {
   static void check(const Plan& plan);
 
  private:
-  struct Missing {
-    std::string fusion;
-    bool fired = false;
-    std::vector<std::string> reasons;
-  };
+  struct Demand;
+  /// Those of this thread, the innermost last. They may be dropped in any order and by any thread.
+  static std::vector<std::shared_ptr<Demand>>& demands();
 
-  void see(const Plan& plan);
-
-  std::vector<Missing> fusions_;
-  Where where_;
-  StrictScope* outer_;
+  std::shared_ptr<Demand> demand_;
 };
 
 }  // namespace ligature

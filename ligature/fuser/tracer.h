@@ -18,6 +18,7 @@ class ForwardTracer {
   ForwardTracer(const Plan& plan, const Call& call);
 
   void begin();
+  const kernels::KernelLog* log() const { return log_.get(); }
   void end(size_t index, const Value& input, const FuserForwardResult& result,
            const Contexts& contexts);
 

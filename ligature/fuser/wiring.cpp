@@ -4,13 +4,10 @@
 #include <map>
 
 namespace ligature {
-namespace {
 
 std::string place(const std::vector<BasicOpPtr>& ops, size_t i) {
   return ops[i]->name() + " (operation " + std::to_string(i) + ")";
 }
-
-}  // namespace
 
 Wiring wire(const std::vector<BasicOpPtr>& ops, const std::vector<std::string>& open_channels) {
   struct Producer {
@@ -24,7 +21,8 @@ Wiring wire(const std::vector<BasicOpPtr>& ops, const std::vector<std::string>& 
       if (channel.empty()) continue;
       const auto [entry, fresh] = producers.emplace(channel, Producer{i, j});
       LIGATURE_CHECK(fresh, "channel '", channel,
-                     "' has two producers: ", place(ops, entry->second.op), " and ", place(ops, i));
+                     "' has multiple producers: ", place(ops, entry->second.op), " and ",
+                     place(ops, i));
     }
   }
   const auto is_open = [&](const std::string& channel) {
@@ -47,13 +45,13 @@ Wiring wire(const std::vector<BasicOpPtr>& ops, const std::vector<std::string>& 
         input.caller = wiring.caller_inputs.size();
         wiring.caller_inputs.push_back(channel);
       } else {
-        LIGATURE_CHECK(producer != producers.end(), place(ops, i), " takes channel '", channel,
-                       "', but no operation before it produces that channel");
-        LIGATURE_CHECK(producer->second.op < i, place(ops, i), " takes channel '", channel,
-                       "', but its producer ", place(ops, producer->second.op), " comes later");
+        LIGATURE_CHECK(producer != producers.end(), "channel '", channel, "', which ",
+                       place(ops, i), " takes, has no producer");
+        LIGATURE_CHECK(producer->second.op < i, "channel '", channel, "', which ", place(ops, i),
+                       " takes, has no earlier producer: ", place(ops, producer->second.op),
+                       " comes later");
         input.producer = producer->second.op;
         input.output = producer->second.output;
-        wiring.outputs[input.producer][input.output].consumed = true;
       }
       wiring.inputs[i].push_back(input);
     }
@@ -62,11 +60,7 @@ Wiring wire(const std::vector<BasicOpPtr>& ops, const std::vector<std::string>& 
     for (size_t j = 0; j < ops[i]->num_extra_outputs(); ++j) {
       const std::string& channel = ops[i]->extra_output_channel(j);
       const bool to_user = ops[i]->extra_output_to_caller(j);
-      if (!to_user && !is_open(channel)) {
-        LIGATURE_CHECK(wiring.outputs[i][j].consumed, place(ops, i), " produces channel '", channel,
-                       "', which is not returned to the caller and which no later operation takes");
-        continue;
-      }
+      if (!to_user && !is_open(channel)) continue;
       wiring.outputs[i][j].caller = wiring.caller_outputs.size();
       wiring.caller_outputs.push_back(channel);
       wiring.output_to_user.push_back(to_user);
@@ -93,7 +87,7 @@ Wiring wire_without_channels(const std::vector<BasicOpPtr>& ops) {
       wiring.caller_inputs.push_back(ops[i]->extra_input_channel(j));
     }
     for (size_t j = 0; j < ops[i]->num_extra_outputs(); ++j) {
-      wiring.outputs[i].push_back({wiring.caller_outputs.size(), false});
+      wiring.outputs[i].push_back({wiring.caller_outputs.size()});
       wiring.caller_outputs.push_back(ops[i]->extra_output_channel(j));
       wiring.output_to_user.push_back(true);
     }

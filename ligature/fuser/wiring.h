@@ -19,7 +19,6 @@ struct Wiring {
   };
   struct Output {
     size_t caller = kNone;  ///< index among the extra outputs returned
-    bool consumed = false;  ///< some later operation takes it
   };
 
   std::vector<std::vector<Input>> inputs;    // [operation][slot]
@@ -37,6 +36,9 @@ struct Wiring {
 /// `open_channels`: channels that cross the ends of this run. Their missing producers are extra
 /// inputs of the caller's, their outputs are returned too. Any other missing producer is an error.
 Wiring wire(const std::vector<BasicOpPtr>& ops, const std::vector<std::string>& open_channels = {});
+
+/// "AddExtraInput (operation 3)"
+std::string place(const std::vector<BasicOpPtr>& ops, size_t i);
 
 /// All slots are the caller's: for an operation that is called alone.
 Wiring wire_without_channels(const std::vector<BasicOpPtr>& ops);

@@ -43,8 +43,9 @@ bool runs_activated_forward(const Tensor& x, const Tensor& w, const Tensor& bias
 
 ActivatedForward linear_activated_forward(const Tensor& x, const Tensor& w, const Tensor& bias,
                                           const ActivationSpec& spec, bool need_aux) {
-  const KernelScope scope("linear_activated_forward", "cublaslt");
+  KernelScope scope("linear_activated_forward", "cublaslt");
   check_operands("linear_activated_forward", x, w, 1, spec);
+  scope.gemm(x.numel(), w.size(0));
   LIGATURE_CHECK(!bias.defined() || (bias.dim() == 1 && bias.size(0) == w.size(0)),
                  "[linear_activated_forward] wanted a bias of ", w.size(0), ", got ",
                  bias.defined() ? bias.sizes() : at::IntArrayRef());
@@ -62,8 +63,9 @@ bool runs_activated_backward(const Tensor& dy, const Tensor& w, const Tensor& au
 
 ActivatedBackward linear_activated_backward(const Tensor& dy, const Tensor& w, const Tensor& aux,
                                             const ActivationSpec& spec, bool need_dbias) {
-  const KernelScope scope("linear_activated_backward", "cublaslt");
+  KernelScope scope("linear_activated_backward", "cublaslt");
   check_operands("linear_activated_backward", dy, w, 0, spec);
+  scope.gemm(dy.numel(), w.size(1));
   if (dy.is_meta()) {
     return {rows_like(dy, w.size(1)), need_dbias ? at::empty({w.size(1)}, dy.options()) : Tensor()};
   }
@@ -75,10 +77,11 @@ bool runs_weight_bias_grad(const Tensor& dy, const Tensor& x) {
 }
 
 WeightBiasGrads linear_weight_bias_grad(const Tensor& dy, const Tensor& x) {
-  const KernelScope scope("linear_weight_bias_grad", "cublaslt");
+  KernelScope scope("linear_weight_bias_grad", "cublaslt");
   LIGATURE_CHECK(dy.dim() > 0 && x.dim() > 0,
                  "[linear_weight_bias_grad] wanted inputs with at least one dimension, got ",
                  dy.dim(), " and ", x.dim());
+  scope.gemm(dy.numel(), x.size(-1));
   if (dy.is_meta()) {
     return {at::empty({dy.size(-1), x.size(-1)}, dy.options()),
             at::empty({dy.size(-1)}, dy.options())};

@@ -15,6 +15,8 @@
 namespace ligature::kernels {
 
 void check_activation(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
+  LIGATURE_CHECK(spec.kind >= ActivationKind::GELU && spec.kind <= ActivationKind::SiTUGLU,
+                 "wanted a known kind of activation, got number ", static_cast<int>(spec.kind));
   const char* name = activation_name(spec.kind);
   LIGATURE_CHECK(x.dim() > 0, "[", name, "] wanted an input with at least one dimension, got none");
   if (is_gated(spec.kind)) {

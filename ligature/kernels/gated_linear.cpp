@@ -30,16 +30,18 @@ bool runs_gated_linear(const Tensor& x, const Tensor& w, const ActivationSpec& s
 }
 
 GatedForward linear_gated_forward(const Tensor& x, const Tensor& w, const ActivationSpec& spec) {
-  const KernelScope scope("linear_gated_forward", "cuda");
+  KernelScope scope("linear_gated_forward", "cuda");
   check_operands("linear_gated_forward", x, w, 1, spec);
+  scope.gemm(x.numel(), w.size(0));
   if (x.is_meta()) return {rows_like(x, w.size(0)), rows_like(x, w.size(0) / 2)};
   return cuda::linear_gated_forward(x, w, spec);
 }
 
 GatedBackward linear_gated_backward(const Tensor& dy, const Tensor& w, const Tensor& z,
                                     const ActivationSpec& spec, bool need_a, bool over_z) {
-  const KernelScope scope("linear_gated_backward", "cuda");
+  KernelScope scope("linear_gated_backward", "cuda");
   check_operands("linear_gated_backward", dy, w, 0, spec);
+  scope.gemm(dy.numel(), w.size(1));
   at::DimVector wanted(dy.sizes());
   wanted.back() = 2 * w.size(1);
   LIGATURE_CHECK(z.sizes() == wanted, "[linear_gated_backward] wanted z of shape ",

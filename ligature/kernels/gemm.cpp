@@ -173,7 +173,8 @@ Tensor linear_forward(const Tensor& x, const Tensor& w, const Tensor& bias, cons
     using cpu::Matrix;
     return cpu::Product{Matrix(x), Matrix(w), Matrix(bias), Matrix(add), alpha};
   });
-  const KernelScope scope("linear_forward", maker.name());
+  KernelScope scope("linear_forward", maker.name());
+  scope.gemm(x.numel(), w.size(0));
   check_inner("linear_forward", "x with a last dimension", w.size(1), x.size(-1));
   if (on_cuda) return cuda::linear_forward(x, w, bias, add, alpha);
   if (maker.on_cpu()) return maker.multiply(rows_like(x, w.size(0)));
@@ -199,7 +200,8 @@ void linear_forward_add_(Tensor& y, const Tensor& x, const Tensor& w, const Tens
     return cpu::Product{Matrix(x), Matrix(w), Matrix(bias), Matrix(y), alpha};
   });
   maker.set_result(y);
-  const KernelScope scope("linear_forward_add_", maker.name());
+  KernelScope scope("linear_forward_add_", maker.name());
+  scope.gemm(x.numel(), w.size(0));
   check_inner("linear_forward_add_", "x with a last dimension", w.size(1), x.size(-1));
   if (on_cuda) return cuda::linear_forward_add_(y, x, w, bias, alpha);
   if (maker.on_cpu()) return maker.multiply();
@@ -213,7 +215,8 @@ Tensor linear_input_grad(const Tensor& dy, const Tensor& w, const Tensor& add, d
     using cpu::Matrix;
     return cpu::Product{Matrix(dy), Matrix(w).turned(), {}, Matrix(add), alpha};
   });
-  const KernelScope scope("linear_input_grad", maker.name());
+  KernelScope scope("linear_input_grad", maker.name());
+  scope.gemm(dy.numel(), w.size(1));
   check_inner("linear_input_grad", "dy with a last dimension", w.size(0), dy.size(-1));
   if (on_cuda) return cuda::linear_input_grad(dy, w, add, alpha);
   if (maker.on_cpu()) return maker.multiply(rows_like(dy, w.size(1)));
@@ -224,7 +227,8 @@ Tensor linear_input_grad(const Tensor& dy, const Tensor& w, const Tensor& add, d
 Tensor linear_weight_grad(const Tensor& dy, const Tensor& x, double alpha) {
   const bool on_cuda = cuda::runs_gemm(dy, x) && row_count(dy) == row_count(x);
   const Maker maker(dy, on_cuda, [&] { return weight_product(dy, x, false, {}, alpha); });
-  const KernelScope scope("linear_weight_grad", maker.name());
+  KernelScope scope("linear_weight_grad", maker.name());
+  scope.gemm(dy.numel(), x.size(-1));
   if (on_cuda) return cuda::linear_weight_grad(dy, x, alpha);
   if (maker.on_cpu()) return maker.multiply(empty_like(dy, {dy.size(-1), x.size(-1)}));
   return product(as_matrix(dy).t(), as_matrix(x), {}, alpha);
@@ -237,7 +241,8 @@ void linear_weight_grad_into(Tensor& out, const Tensor& dy, const Tensor& x, boo
                        out.size(0) == dy.size(-1) && out.size(1) == x.size(-1);
   Maker maker(dy, on_cuda, [&] { return weight_product(dy, x, accumulate, out, alpha); });
   maker.set_result(out);
-  const KernelScope scope("linear_weight_grad_into", maker.name());
+  KernelScope scope("linear_weight_grad_into", maker.name());
+  scope.gemm(dy.numel(), x.size(-1));
   if (on_cuda) return cuda::linear_weight_grad_into(out, dy, x, accumulate, alpha);
   if (maker.on_cpu()) return maker.multiply();
   Tensor dyt = as_matrix(dy).t();

@@ -89,6 +89,7 @@ void KernelScope::enter(const char* name, at::ScalarType dtype, const char* back
   KernelLog* log = current_log;
   if (log == nullptr || log->in_kernel_) return;
   log_ = log;
+  log_->alone_.emplace();
   log_->in_kernel_ = true;
   log_->notes_calls_ = backend != nullptr && std::string_view(backend) == "aten";
   log_->calls_.push_back(
@@ -100,7 +101,9 @@ void KernelScope::stands_for(const char* aten_call) {
 }
 
 KernelScope::~KernelScope() {
-  if (log_ != nullptr) log_->in_kernel_ = false;
+  if (log_ == nullptr) return;
+  log_->in_kernel_ = false;
+  log_->alone_.reset();
 }
 
 }  // namespace ligature::kernels

@@ -6,8 +6,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "ligature/modes.h"
 
 namespace ligature::kernels {
 
@@ -37,6 +40,8 @@ class KernelLog {
   KernelLog& operator=(const KernelLog&) = delete;
 
   std::vector<KernelCall> take() { return std::move(calls_); }
+  /// Multiplications and additions of the GEMMs so far.
+  int64_t flops() const { return flops_; }
 
  private:
   friend class KernelScope;
@@ -46,8 +51,10 @@ class KernelLog {
 
   at::DeviceType device_;
   std::vector<KernelCall> calls_;
+  int64_t flops_ = 0;
   bool in_kernel_ = false;
-  bool notes_calls_ = false;  ///< of the kernel it is in
+  bool notes_calls_ = false;          ///< of the kernel it is in
+  std::optional<ModesHidden> alone_;  ///< while in a kernel: it is one, whatever it is made of
   int aten_depth_ = 0;
   uint64_t callback_ = 0;
   KernelLog* outer_ = nullptr;
@@ -68,6 +75,12 @@ class KernelScope {
 
   /// A call that is left out because there is nothing to compute with.
   void stands_for(const char* aten_call);
+  /// It is a GEMM of an operand of `numel` elements with one of `columns` columns.
+  void gemm(int64_t numel, int64_t columns) {
+    if (log_ != nullptr) log_->flops_ += 2 * numel * columns;
+  }
+  /// Does anybody want to know?
+  bool is_logged() const { return log_ != nullptr; }
 
  private:
   void enter(const char* name, at::ScalarType dtype, const char* backend);

@@ -12,17 +12,22 @@
 #include "ligature/kernels/arguments.h"
 #include "ligature/kernels/log.h"
 #include "ligature/kernels/norm.h"
+#include "ligature/readable.h"
 
 namespace ligature::kernels {
 namespace {
 
-void check_device(const char* op, const Tensor& x) {
+void check_tensor(const char* op, const char* name, const Tensor& x) {
+  const auto called = [&] { return "[" + std::string(op) + "] " + name; };
+  LIGATURE_CHECK(is_readable(x) || readable(x, called).is_same(x), called(),
+                 " must hold its values, got a tensor that torch negates when it is read");
+  if (!x.is_meta()) check_no_fake_mode(called);
   LIGATURE_CHECK(x.is_cpu() || x.is_cuda() || x.is_meta(), "[", op,
                  "] low precision runs on the CPU and on CUDA, got a tensor on ", x.device());
 }
 
 void check_values(const char* op, const Tensor& x) {
-  check_device(op, x);
+  check_tensor(op, "input", x);
   LIGATURE_CHECK(x.dim() > 0, "[", op, "] wanted a tensor with at least one dimension, got none");
   const auto dtype = x.scalar_type();
   LIGATURE_CHECK_TYPE(
@@ -33,6 +38,7 @@ void check_values(const char* op, const Tensor& x) {
 }
 
 void check_one_float(const char* op, const char* name, const Tensor& t, const Tensor& x) {
+  check_tensor(op, name, t);
   LIGATURE_CHECK(t.scalar_type() == at::kFloat && t.numel() == 1, "[", op, "] ", name,
                  " must be one float, got ", t.scalar_type(), " of shape ", t.sizes());
   LIGATURE_CHECK(x.is_meta() || t.device() == x.device(), "[", op, "] ", name, " must be on ",
@@ -40,28 +46,19 @@ void check_one_float(const char* op, const char* name, const Tensor& t, const Te
 }
 
 void check_format(const char* op, const Format& format) {
-  const bool nv = format.scaling == Scaling::NV;
-  LIGATURE_CHECK(nv == (format.element == Element::E2M1), "[", op,
-                 "] wanted e2m1 elements for NVFP4 and e4m3 or e5m2 for the other formats, got ",
-                 element_name(format.element), " for ", format.name());
-  LIGATURE_CHECK(nv || !(format.hadamard || format.stochastic_rounding || format.row_scaled ||
-                         format.four_over_six != FourOverSix::None),
-                 "[", op,
-                 "] wanted NVFP4 for a Hadamard transform, stochastic rounding, factors by ",
-                 "row or four over six, got ", format.name());
-  LIGATURE_CHECK(!format.block_2d || !format.per_tensor(), "[", op,
-                 "] wanted a format of blocks for square blocks, got ", format.name());
-  LIGATURE_CHECK(!(format.block_2d && format.row_scaled), "[", op,
-                 "] wanted square blocks or factors by row, got both");
-  LIGATURE_CHECK(!(format.block_2d && format.hadamard), "[", op,
-                 "] wanted square blocks or a Hadamard transform, got both");
+  const std::string why = format.why_not();
+  LIGATURE_CHECK(why.empty(), "[", op, "] ", why);
 }
 
 void check_args(const char* op, const QuantizeArgs& args, const Tensor& x) {
   check_format(op, args.format);
   LIGATURE_CHECK(args.rowwise || args.columnwise, "[", op,
                  "] wanted row-wise or column-wise data, got neither");
-  if (args.format.scaling != Scaling::Delayed || x.is_meta()) return;
+  LIGATURE_CHECK(args.fit_to == 0 || (args.format.scaling == Scaling::Delayed && args.fit_to > 0 &&
+                                      args.fit_to <= max_value(args.format.element)),
+                 "[", op, "] fit_to must be up to ", max_value(args.format.element),
+                 " and of delayed scaling, got ", args.fit_to, " for ", args.format.name());
+  if (args.format.scaling != Scaling::Delayed || x.is_meta() || args.fit_to > 0) return;
   LIGATURE_CHECK(args.scale.defined(), "[", op, "] wanted a scale, got none");
   check_one_float(op, "scale", args.scale, x);
   if (args.amax.defined()) check_one_float(op, "amax", args.amax, x);
@@ -72,7 +69,9 @@ int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 void check_matrix(const char* op, const QuantizedMatrix& q, const Format& format, int64_t columns) {
   check_format(op, format);
   LIGATURE_CHECK(q.defined() && q.scale.defined(), "[", op, "] wanted data and scale, got none");
-  check_device(op, q.data);
+  check_tensor(op, "data", q.data);
+  check_tensor(op, "scale", q.scale);
+  if (q.amax.defined()) check_tensor(op, "amax", q.amax);
   LIGATURE_CHECK_TYPE(q.data.scalar_type() == at::kByte && q.data.dim() == 2, "[", op,
                       "] data must be a matrix of bytes, got ", q.data.scalar_type(), " of shape ",
                       q.data.sizes());
@@ -137,12 +136,22 @@ QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args) {
 
 void update_amax(const Tensor& x, Tensor& amax) {
   const KernelScope scope("update_amax");
-  check_device("update_amax", x);
+  check_tensor("update_amax", "input", x);
   check_one_float("update_amax", "amax", amax, x);
   LIGATURE_CHECK(x.is_contiguous(), "[update_amax] wanted a contiguous tensor, got strides ",
                  x.strides());
   if (x.is_cpu()) cpu::update_amax(x, amax);
   if (x.is_cuda()) cuda::update_amax(x, amax);
+}
+
+void update_amax(const QuantizedMatrix& q, const Format& format, int64_t columns, Tensor& amax) {
+  const KernelScope scope("update_amax");
+  check_matrix("update_amax", q, format, columns);
+  LIGATURE_CHECK(format.per_tensor(), "[update_amax] wanted a format with one scale, got ",
+                 format.name());
+  check_one_float("update_amax", "amax", amax, q.data);
+  if (q.data.is_cpu()) cpu::update_amax(q, format, amax);
+  if (q.data.is_cuda()) cuda::update_amax(q, format, amax);
 }
 
 Tensor dequantize(const QuantizedMatrix& q, const Format& format, int64_t columns,
@@ -187,7 +196,7 @@ NormQuantized layer_norm_forward_quantize(const Tensor& x, const Tensor& w, cons
                                           at::ScalarType out_dtype, const QuantizeArgs& args) {
   const char* op = "layer_norm_forward_quantize";
   const KernelScope scope(op);
-  check_device(op, x);
+  check_tensor(op, "input", x);
   check_norm(op, x, w);
   check_args(op, args, x);
   if (x.is_cuda() && cuda::fuses_norm(x, w, b, out_dtype, args)) {
@@ -206,7 +215,7 @@ NormQuantized rms_norm_forward_quantize(const Tensor& x, const Tensor& w, double
                                         const QuantizeArgs& args) {
   const char* op = "rms_norm_forward_quantize";
   const KernelScope scope(op);
-  check_device(op, x);
+  check_tensor(op, "input", x);
   check_norm(op, x, w);
   check_args(op, args, x);
   if (x.is_cuda() && cuda::fuses_norm(x, w, {}, out_dtype, args)) {
@@ -224,7 +233,7 @@ QuantizedPair activation_forward_quantize(const Tensor& x, const ActivationSpec&
                                           const Tensor& scales, const QuantizeArgs& args) {
   const char* op = "activation_forward_quantize";
   const KernelScope scope(op);
-  check_device(op, x);
+  check_tensor(op, "input", x);
   check_activation(x, spec, scales);
   check_args(op, args, x);
   if (x.is_cuda() && cuda::fuses_activation(x, spec, scales, args)) {
@@ -241,7 +250,7 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
                                                          const QuantizeArgs& args) {
   const char* op = "activation_backward_quantize";
   const KernelScope scope(op);
-  check_device(op, x);
+  check_tensor(op, "input", x);
   check_activation_gradient(dy, x, spec, scales, need_dscales);
   check_args(op, args, x);
   if (x.is_cuda() && cuda::fuses_activation_backward(dy, x, spec, scales, args)) {

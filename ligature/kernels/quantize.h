@@ -10,7 +10,8 @@
 //           NV          uint8 (E4M3) [rows, ceil(columns / 16)], or [ceil(rows / 16), ...]
 //           On a GPU those of 1x128 blocks lie column after column, as its products read them.
 //   amax    NV only: float [1] (or [rows] with row_scaled), of what was quantized; the factor above
-//           the blocks is amax / (6 * 448), or amax / (6 * 256) with four_over_six
+//           the blocks is amax / (6 * 448), or amax / (6 * 256) with four_over_six,
+//           unless scales_to_448
 //
 // A column-wise result is the same of the transposed matrix. With `hadamard` its columns (the
 // matrix's rows) are filled up with zeros to a multiple of 16, since a transformed zero is none.
@@ -46,6 +47,9 @@ struct QuantizeArgs {
   bool columnwise = false;
   Tensor scale;  ///< Delayed: float [1], the factor that values are multiplied by
   Tensor amax;   ///< Delayed: float [1], raised to the largest magnitude seen; may be undefined
+  /// Delayed, above 0: instead of by `scale`, values are multiplied so that the amax of the finite
+  /// ones becomes this; by 1 where it is 0.
+  float fit_to = 0;
   /// Current and NV: called with the float tensor of amax before it is used, to share it with other
   /// processes; may be empty.
   std::function<void(Tensor&)> reduce_amax;
@@ -58,6 +62,8 @@ QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args);
 
 /// Only what Calibration needs: raises `amax` [1] to the largest magnitude of x.
 void update_amax(const Tensor& x, Tensor& amax);
+/// The same for FP8 data with one scale: to the amax of what it stands for, without NaN.
+void update_amax(const QuantizedMatrix& q, const Format& format, int64_t columns, Tensor& amax);
 
 /// The matrix's values again, [rows, columns], rounded to `dtype` once. `columns`: of the matrix,
 /// since FP4 data cannot tell. A Hadamard transform is not undone here.

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "ligature/ops/filled_context.h"
 #include "ligature/ops/prepare.h"
 
 namespace ligature {
@@ -20,6 +21,16 @@ LIGATURE_REGISTER_OPERATION(SwiGLU);
 LIGATURE_REGISTER_OPERATION(ClampedSwiGLU);
 LIGATURE_REGISTER_OPERATION(SiTUGLU);
 
+namespace {
+
+// Kernels compute in float32.
+void check_finite(const char* op, const char* option, double value) {
+  LIGATURE_CHECK(std::isfinite(static_cast<float>(value)), "[", op, "] ", option, " must be finite",
+                 std::isfinite(value) ? " in float32" : "", ", got ", value);
+}
+
+}  // namespace
+
 void SwiGLUOptions::check(const char* op) const {
   LIGATURE_CHECK(!glu_interleave_size || *glu_interleave_size > 0, "[", op,
                  "] glu_interleave_size must be positive, got ", glu_interleave_size.value_or(0));
@@ -32,9 +43,8 @@ void SwiGLUOptions::fill(kernels::ActivationSpec& spec) const {
 void ClampedSwiGLUOptions::check(const char* op) const {
   SwiGLUOptions::check(op);
   LIGATURE_CHECK(limit > 0, "[", op, "] limit must be positive, got ", limit);
-  LIGATURE_CHECK(std::isfinite(alpha), "[", op, "] alpha must be finite, got ", alpha);
-  LIGATURE_CHECK(std::isfinite(glu_linear_offset), "[", op,
-                 "] glu_linear_offset must be finite, got ", glu_linear_offset);
+  check_finite(op, "alpha", alpha);
+  check_finite(op, "glu_linear_offset", glu_linear_offset);
 }
 
 void ClampedSwiGLUOptions::fill(kernels::ActivationSpec& spec) const {
@@ -48,6 +58,8 @@ void SiTUGLUOptions::check(const char* op) const {
   SwiGLUOptions::check(op);
   LIGATURE_CHECK(beta1 > 0, "[", op, "] beta1 must be positive, got ", beta1);
   LIGATURE_CHECK(beta2 > 0, "[", op, "] beta2 must be positive, got ", beta2);
+  check_finite(op, "beta1", beta1);
+  check_finite(op, "beta2", beta2);
 }
 
 void SiTUGLUOptions::fill(kernels::ActivationSpec& spec) const {
@@ -195,6 +207,15 @@ ActivationGrads activation_backward(OperationContext& ctx, const Value& grad_out
 OpBackwardResult ActivationOperation::op_backward(OperationContext& ctx, const Value& grad_output) {
   if (!ctx.requires_grad.input) return {};
   return {backward(ctx, grad_output, false, ctx.grad_input_target()).dx, {}};
+}
+
+std::string ActivationOperation::complete_context(OperationContext& ctx, const OpArgs& args) const {
+  if (!args.requires_grad.input) return {};
+  const std::string saved = "save_for_backward(input)";
+  if (ctx.num_saved() == 0) return expected(saved, count_of(ctx));
+  if (!ctx.saved_value(0).defined()) return expected(saved, "None as input");
+  save_spec(ctx, saved_spec(ctx, spec()));
+  return {};
 }
 
 }  // namespace ligature

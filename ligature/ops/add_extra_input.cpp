@@ -26,23 +26,15 @@ std::optional<InferResult> AddExtraInputImpl::infer(const InferArgs& args) const
   return result;
 }
 
-void AddExtraInputImpl::check_in_place(const Tensor& extra, const OpArgs& args) const {
-  const bool leaf = args.requires_grad.extra_input(0) && extra.requires_grad() && extra.is_leaf();
-  LIGATURE_CHECK_STATE(!leaf, "[", label(),
-                       "] a leaf Variable that requires grad is being used in an in-place "
-                       "operation: the extra input of in_place=true");
-}
-
 void AddExtraInputImpl::mark_changed(const Tensor& t) {
   if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 
-Tensor AddExtraInputImpl::forward(const Tensor& x, const Tensor& extra, const OpArgs& args) const {
+Tensor AddExtraInputImpl::forward(const Tensor& x, const Tensor& extra) const {
   LIGATURE_CHECK(extra.sizes() == x.sizes(), "[", label(),
                  "] extra input must have the input's shape ", sizes_string(x.sizes()), ", got ",
                  sizes_string(extra.sizes()));
   if (!options.in_place) return cast(at::add(extra, x), x.scalar_type());
-  check_in_place(extra, args);
   Tensor y = extra;
   y.add_(x);
   mark_changed(y);
@@ -51,7 +43,7 @@ Tensor AddExtraInputImpl::forward(const Tensor& x, const Tensor& extra, const Op
 
 FuserForwardResult AddExtraInputImpl::fuser_forward_compute(const Value& input, ArgsList args) {
   FuserForwardResult out;
-  out.output = forward(input.dequantized(), args[0].extra_inputs[0], args[0]);
+  out.output = forward(input.dequantized(), args[0].extra_inputs[0]);
   out.extra_outputs.resize(1);
   out.kept.resize(1);
   return out;

@@ -10,7 +10,9 @@ struct AddExtraInputOptions {
   AddExtraInputOptions() = default;
   explicit AddExtraInputOptions(bool in_place_) : in_place(in_place_) {}
 
-  bool in_place = false;  ///< add into the memory of the extra input, which becomes the output
+  /// Add into the memory of the extra input, which becomes the output. A leaf that needs a gradient
+  /// is given the sum too, and the gradient of the values before.
+  bool in_place = false;
 
   template <class F>
   void fields(F&& f) {
@@ -40,9 +42,8 @@ class AddExtraInputImpl : public Operation<AddExtraInputImpl> {
   void pretty_print(std::ostream& stream) const override;
 
   // The pieces, for fusions that cover the addition. Whoever writes into the extra input calls
-  // check_in_place before and mark_changed after.
-  Tensor forward(const Tensor& x, const Tensor& extra, const OpArgs& args) const;
-  void check_in_place(const Tensor& extra, const OpArgs& args) const;
+  // mark_changed.
+  Tensor forward(const Tensor& x, const Tensor& extra) const;
   static void mark_changed(const Tensor& t);
   static void save_dtypes(OperationContext& ctx, at::ScalarType input, at::ScalarType extra);
   /// The gradients of the input and of the extra input, where needed.

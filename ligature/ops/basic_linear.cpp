@@ -10,8 +10,10 @@
 #include "ligature/kernels/activated_linear.h"
 #include "ligature/kernels/bias.h"
 #include "ligature/kernels/gemm.h"
+#include "ligature/ops/filled_context.h"
 #include "ligature/ops/prepare.h"
 #include "ligature/quantization/model_init.h"
+#include "ligature/readable.h"
 
 namespace ligature {
 
@@ -27,6 +29,23 @@ MainGradLookup& main_grad_lookup() {
 }  // namespace
 
 void set_main_grad_lookup(MainGradLookup lookup) { main_grad_lookup() = std::move(lookup); }
+
+void check_main_grad(const BasicOperation& op, const Tensor& weight, const Tensor& buffer) {
+  LIGATURE_CHECK_TYPE(buffer.layout() == at::kStrided && is_input_dtype(buffer.scalar_type()), "[",
+                      op.label(),
+                      "] main_grad must be a dense tensor of float32, bfloat16, float16 or "
+                      "float64, got ",
+                      c10::toString(buffer.scalar_type()), " with layout ", buffer.layout());
+  if (!is_readable(buffer)) {
+    check_writable(buffer, [&] { return "[" + op.label() + "] main_grad"; });
+  }
+  LIGATURE_CHECK(buffer.sizes() == weight.sizes(), "[", op.label(), "] main_grad must be ",
+                 sizes_string(weight.sizes()), " like the weight, got ",
+                 sizes_string(buffer.sizes()));
+  LIGATURE_CHECK(buffer.device() == weight.device(), "[", op.label(),
+                 "] main_grad must be on the weight's device ", weight.device().str(), ", got ",
+                 buffer.device().str());
+}
 
 void BasicLinearImpl::check_options(const Options& given) const {
   LIGATURE_CHECK(given.in_features > 0, "[", label(), "] in_features must be positive, got ",
@@ -64,7 +83,7 @@ std::optional<InferResult> BasicLinearImpl::infer(const InferArgs& args) const {
       w.dim() == 2 && w.size(0) == options.out_features && w.size(1) == options.in_features, "[",
       label(), "] weight must be [", options.out_features, ", ", options.in_features, "], got ",
       sizes_string(w.sizes()));
-  check_same_device(*this, args.input, "weight", w);
+  check_parameter(*this, args.input, "weight", w);
   InferResult result{args.input, {}};
   result.output.sizes.back() = options.out_features;
   result.output.dtype = under_autocast(w.scalar_type(), args.autocast_dtype);
@@ -79,6 +98,11 @@ bool BasicLinearImpl::accepts_kwarg(const std::string& name) const {
   return name == "is_first_microbatch";  // a weight is quantized when it has changed, not when told
 }
 
+std::string BasicLinearImpl::note() const {
+  if (!options.userbuffers_comm_name) return "";
+  return "userbuffers_options have no effect, as this version overlaps no communication with GEMMs";
+}
+
 std::vector<QuantizerRole> BasicLinearImpl::forward_quantizer_roles() const {
   return {{"linear", "input", label()}, {"linear", "weight", label()}};
 }
@@ -86,6 +110,21 @@ std::vector<QuantizerRole> BasicLinearImpl::forward_quantizer_roles() const {
 std::vector<QuantizerRole> BasicLinearImpl::backward_quantizer_roles() const {
   return {{"linear", "grad_output", label()}};
 }
+
+namespace {
+
+// A weight that is kept in low precision has a scale of its own. It is computed with as it is, or
+// in another format with a scale that holds it; the history learns its amax.
+Value delayed_weight(const Value& weight, const Target& target, at::ScalarType dtype) {
+  Value used = weight;
+  if (weight.quantized()->format_tag() != target.quantizer->format_tag()) {
+    used = target.quantizer->fit(prepare(weight, dtype), target.usage_on(weight.device()));
+  }
+  target.quantizer->calibrate(*used.quantized());
+  return used;
+}
+
+}  // namespace
 
 LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& args) const {
   LinearFwdArgs out;
@@ -100,20 +139,21 @@ LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& ar
   }
   LIGATURE_CHECK_TYPE(out.dtype != at::kDouble, "[", label(),
                       "] low precision takes float32, bfloat16 or float16, got float64");
-  out.split = quantization->recipe->split_accumulation();
-  out.x = quantize_to(input, {quantization->forward_quantizer(0), input_usage(args.requires_grad)},
-                      out.dtype);
-  const Target target{quantization->forward_quantizer(1), {true, args.requires_grad.input}};
+  const Recipe& recipe = *quantization->recipe;
+  out.split = recipe.split_accumulation();
+  out.x = quantize_to(
+      input,
+      {quantization->forward_quantizer(0), recipe.quantized_usage(input_usage(args.requires_grad))},
+      out.dtype);
+  const Target target{quantization->forward_quantizer(1),
+                      recipe.quantized_usage({true, args.requires_grad.input})};
   if (target && !weight.is_quantized()) {
     const Usage usage = target.quantizer->usage_for(target.usage, input.device());
-    out.w = args.keep_weights ? quantization->weight.get(args.params[0], *target.quantizer, usage)
+    out.w = args.keep_weights ? quantization->weight->get(args.params[0], *target.quantizer, usage)
                               : target.quantizer->quantize(args.params[0], usage);
+  } else if (target && target.quantizer->delayed != nullptr) {
+    out.w = delayed_weight(weight, target, out.dtype);
   } else {
-    // One that is kept in low precision was quantized before: its factor moves on all the same.
-    DelayedSource* source = DelayedSource::current();
-    if (bool record = true; target && target.quantizer->delayed != nullptr && source != nullptr) {
-      source->scale_of(target.quantizer->delayed, record);
-    }
     out.w = quantize_to(weight, target, out.dtype);
   }
   return out;
@@ -145,13 +185,21 @@ Tensor BasicLinearImpl::forward(const LinearFwdArgs& args) {
 }
 
 // A product over the batch reads the input's column-wise data, one over the outputs the weight's:
-// the other orientation is not kept.
+// the other orientation is not kept. A recipe that overrides backward wants the operands of
+// forward, which are row-wise, or none.
 Kept BasicLinearImpl::kept(const LinearFwdArgs& fwd, const OpArgs& args) {
   Kept kept;
   if (!fwd.x.is_quantized() && !fwd.w.is_quantized()) return kept;
-  const auto narrowed = [](const Value& v) -> Value {
-    if (!v.is_quantized() || !v.quantized()->columnwise().defined()) return v;
-    return v.quantized()->only(false, true);
+  const BackwardOverride given = args.quantization != nullptr
+                                     ? args.quantization->recipe->backward_override()
+                                     : BackwardOverride::None;
+  if (given == BackwardOverride::HighPrecision) return kept;
+  const bool rows = given == BackwardOverride::Dequantized;
+  const auto narrowed = [&](const Value& v) -> Value {
+    if (!v.is_quantized()) return v;
+    const QuantizedTensor& q = *v.quantized();
+    if (!(rows ? q.rowwise() : q.columnwise()).defined()) return v;
+    return q.only(rows, !rows);
   };
   kept.tensors = {args.requires_grad.param(0) && fwd.x.is_quantized() ? narrowed(fwd.x) : Value(),
                   args.requires_grad.input && fwd.w.is_quantized() ? narrowed(fwd.w) : Value()};
@@ -207,10 +255,10 @@ LinearBwdArgs BasicLinearImpl::backward_args(const OperationContext& ctx, const 
   const bool calibrating = ctx.state.get_or("calibrating", false);
   const Quantizer* quantizer =
       ctx.quantization != nullptr ? ctx.quantization->backward_quantizer(0) : nullptr;
+  const bool quantized = !calibrating && ctx.quantization != nullptr &&
+                         ctx.quantization->recipe->backward_override() == BackwardOverride::None;
   const auto as_operand = [&](const Value& v) -> Value {
-    return v.is_quantized() && !calibrating && ctx.quantization != nullptr
-               ? v
-               : Value(prepare(v, out.compute_dtype));
+    return v.is_quantized() && quantized ? v : Value(prepare(v, out.compute_dtype));
   };
   if (quantizer != nullptr && !calibrating) {
     out.dy = quantize_to(grad_output, {quantizer, grad_output_usage(ctx.requires_grad)},
@@ -276,9 +324,7 @@ Tensor BasicLinearImpl::weight_grad(const LinearBwdArgs& args, const OperationCo
   }
   LIGATURE_CHECK_STATE(main.buffer.defined(), "[", label(),
                        "] accumulate_into_main_grad is set, but the weight has no main_grad");
-  LIGATURE_CHECK(main.buffer.sizes() == weight.sizes(), "[", label(), "] main_grad must be ",
-                 sizes_string(weight.sizes()), " like the weight, got ",
-                 sizes_string(main.buffer.sizes()));
+  check_main_grad(*this, weight, main.buffer);
   if (args.is_quantized()) {
     quantized_linear_weight_grad_into(main.buffer, args.dy, args.x, !main.overwrite,
                                       weight_product);
@@ -292,6 +338,40 @@ Tensor BasicLinearImpl::weight_grad(const LinearBwdArgs& args, const OperationCo
 OpBackwardResult BasicLinearImpl::op_backward(OperationContext& ctx, const Value& grad_output) {
   LinearGrads grads = backward(backward_args(ctx, grad_output), ctx);
   return {grads.dx, {grads.dw}};
+}
+
+std::string BasicLinearImpl::complete_context(OperationContext& ctx, const OpArgs& args) const {
+  const GradFlags& needs = args.requires_grad;
+  if (!needs.input && !needs.param(0)) return {};
+  const std::string saved = "save_for_backward(input, weight)";
+  if (ctx.num_saved() != 2) return expected(saved, count_of(ctx));
+  const Value x = ctx.saved_value(0);
+  Value w = ctx.saved_value(1);
+  if (needs.param(0)) {
+    if (!x.defined()) return expected(saved, "None as input");
+    if (x.sizes().empty() || x.sizes().back() != options.in_features) {
+      return expected(saved, "an input of " + sizes_string(x.sizes()) +
+                                 ", whose last dimension is not in_features=" +
+                                 std::to_string(options.in_features));
+    }
+  }
+  if (needs.input) {
+    if (!w.defined()) w = args.params[0];
+    if (w.sizes() != args.params[0].sizes()) {
+      return expected(saved, "a weight of " + sizes_string(w.sizes()));
+    }
+  }
+  ctx.save_for_backward({x, std::move(w)});
+  if (x.defined()) set_if_missing(ctx, "input_dtype", x.dtype());
+  set_if_missing(ctx, "weight_dtype", args.params[0].scalar_type());
+  set_if_missing(ctx, "dtype", compute_dtype(args));
+  if (options.accumulate_into_main_grad && needs.param(0) && ctx.parameter_references.empty()) {
+    ctx.parameter_references.push_back(args.params[0]);
+  }
+  if (const bool* quantized = field<bool>(ctx, "with_quantized_compute")) {
+    if (!*quantized) ctx.quantization = nullptr;
+  }
+  return {};
 }
 
 }  // namespace ligature

@@ -16,6 +16,9 @@ struct MainGrad {
   bool return_placeholder = false;  ///< autograd still wants a gradient, of any value
 };
 
+/// Refuses a buffer that the gradient of this weight cannot be added to.
+void check_main_grad(const BasicOperation& op, const Tensor& weight, const Tensor& buffer);
+
 /// Operands are contiguous and in the compute dtype, or quantized.
 struct LinearFwdArgs {
   Value x;
@@ -62,12 +65,16 @@ struct BasicLinearOptions : ParameterOptions {
   int64_t in_features = 0;
   int64_t out_features = 0;
   bool accumulate_into_main_grad = false;
+  /// Under which communication would be overlapped with the GEMM: accepted for compatibility, no
+  /// effect.
+  std::optional<std::string> userbuffers_comm_name;
 
   template <class F>
   void fields(F&& f) {
     f("in_features", in_features);
     f("out_features", out_features);
     f("accumulate_into_main_grad", accumulate_into_main_grad);
+    f("userbuffers_comm_name", userbuffers_comm_name);
   }
 };
 
@@ -82,10 +89,13 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
   void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
                            const OpArgs& args) override;
   OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
+  std::string complete_context(OperationContext& ctx, const OpArgs& args) const override;
   std::optional<InferResult> infer(const InferArgs& args) const override;
   void initialize_parameter(const std::string& name, Tensor& parameter) override;
   void pretty_print(std::ostream& stream) const override;
   bool accepts_kwarg(const std::string& name) const override;
+  std::string note() const override;
+  bool takes_quantized_parameter(size_t /*index*/) const override { return true; }
 
   std::vector<QuantizerRole> forward_quantizer_roles() const override;
   std::vector<QuantizerRole> backward_quantizer_roles() const override;

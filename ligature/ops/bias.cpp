@@ -1,6 +1,7 @@
 #include "ligature/ops/bias.h"
 
 #include "ligature/kernels/bias.h"
+#include "ligature/ops/filled_context.h"
 #include "ligature/ops/prepare.h"
 
 namespace ligature {
@@ -28,20 +29,30 @@ std::optional<InferResult> BiasImpl::infer(const InferArgs& args) const {
   LIGATURE_CHECK(!sizes.empty() && sizes.back() == options.size, "[", label(),
                  "] input's last dimension must be size=", options.size, ", got ",
                  sizes_string(sizes));
+  if (args.params.empty()) return InferResult{args.input, {}};
   const Tensor& b = args.params[0];
   LIGATURE_CHECK(b.dim() == 1 && b.size(0) == options.size, "[", label(), "] bias must be [",
                  options.size, "], got ", sizes_string(b.sizes()));
-  check_same_device(*this, args.input, "bias", b);
+  check_parameter(*this, args.input, "bias", b);
   return InferResult{args.input, {}};
 }
 
+Tensor BiasImpl::bias_of(const OpArgs& args, at::ScalarType dtype) {
+  return args.params.empty() ? Tensor() : prepare(args.params[0], dtype);
+}
+
 OpForwardResult BiasImpl::op_forward_compute(const Value& input, const OpArgs& args) {
+  if (args.params.empty()) return {input, {}};
   const Tensor x = prepare(input);
-  return {kernels::bias_forward(x, prepare(args.params[0], x.scalar_type())), {}};
+  return {kernels::bias_forward(x, bias_of(args, x.scalar_type())), {}};
 }
 
 void BiasImpl::save_dtypes(OperationContext& ctx, const OpArgs& args) {
-  ctx.state.set("bias_dtype", args.params[0].scalar_type());
+  if (args.params.empty()) {
+    ctx.state.set("no_bias", true);
+  } else {
+    ctx.state.set("bias_dtype", args.params[0].scalar_type());
+  }
 }
 
 Tensor BiasImpl::cast_grad(const OperationContext& ctx, const Tensor& db) const {
@@ -53,11 +64,17 @@ void BiasImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, Kept&, c
 }
 
 OpBackwardResult BiasImpl::op_backward(OperationContext& ctx, const Value& grad_output) {
+  if (ctx.state.get_or("no_bias", false)) return {grad_output, {}};
   Tensor db;
   if (ctx.requires_grad.param(0)) {
     db = cast_grad(ctx, kernels::bias_backward(prepare(grad_output), options.size));
   }
   return {grad_output, {db}};
+}
+
+std::string BiasImpl::complete_context(OperationContext& ctx, const OpArgs& args) const {
+  set_if_missing(ctx, "bias_dtype", args.params[0].scalar_type());
+  return {};
 }
 
 }  // namespace ligature

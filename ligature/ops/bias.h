@@ -1,4 +1,4 @@
-// y = x + b over the last dimension.
+// y = x + b over the last dimension; y = x as a part of a Linear whose bias was taken away.
 #pragma once
 
 #include "ligature/operation.h"
@@ -28,10 +28,14 @@ class BiasImpl : public Operation<BiasImpl> {
   void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
                            const OpArgs& args) override;
   OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
+  std::string complete_context(OperationContext& ctx, const OpArgs& args) const override;
   std::optional<InferResult> infer(const InferArgs& args) const override;
   void initialize_parameter(const std::string& name, Tensor& parameter) override;
   void pretty_print(std::ostream& stream) const override;
+  bool parameters_are_optional() const override { return true; }
 
+  /// In this dtype; undefined without one.
+  static Tensor bias_of(const OpArgs& args, at::ScalarType dtype);
   /// The dtype of its gradient, kept for fusions that compute it elsewhere.
   static void save_dtypes(OperationContext& ctx, const OpArgs& args);
   Tensor cast_grad(const OperationContext& ctx, const Tensor& db) const;

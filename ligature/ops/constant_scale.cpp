@@ -2,6 +2,7 @@
 
 #include <ATen/ops/mul.h>
 
+#include "ligature/ops/filled_context.h"
 #include "ligature/ops/prepare.h"
 
 namespace ligature {
@@ -34,6 +35,11 @@ void ConstantScaleImpl::op_forward_save_ctx(OperationContext& ctx, const Value&,
 OpBackwardResult ConstantScaleImpl::op_backward(OperationContext& ctx, const Value& grad_output) {
   if (!ctx.requires_grad.input) return {};
   return {at::mul(grad_output.dequantized(), scale(ctx)), {}};
+}
+
+std::string ConstantScaleImpl::complete_context(OperationContext& ctx, const OpArgs&) const {
+  set_if_missing(ctx, "scale", options.scale);
+  return {};
 }
 
 }  // namespace ligature

@@ -1,6 +1,9 @@
 #include "ligature/ops/dropout.h"
 
+#include <ATen/ops/ne.h>
+
 #include "ligature/kernels/dropout.h"
+#include "ligature/ops/filled_context.h"
 #include "ligature/ops/prepare.h"
 
 namespace ligature {
@@ -45,6 +48,28 @@ OpBackwardResult DropoutImpl::op_backward(OperationContext& ctx, const Value& gr
   if (ctx.num_saved() == 0) return {grad_output, {}};
   const double p = ctx.state.get<double>("p");
   return {kernels::dropout_backward(prepare(grad_output), ctx.saved_tensor(0), p), {}};
+}
+
+// te.ops' own mask is 0 or 1 / (1 - p); that of its kernel nobody else can read.
+std::string DropoutImpl::complete_context(OperationContext& ctx, const OpArgs& args) const {
+  if (!args.requires_grad.input) return {};
+  const std::string* impl = field<std::string>(ctx, "impl");
+  if (impl == nullptr) {
+    const bool drops = args.training && options.p > 0;
+    if (drops ? field<double>(ctx, "p") != nullptr : ctx.num_saved() == 0) return {};
+  } else if (*impl == "evaluation") {
+    ctx.save_for_backward({});
+    return {};
+  } else if (*impl == "unfused") {
+    if (ctx.num_saved() != 1 || !ctx.saved_value(0).defined()) {
+      return expected("save_for_backward(mask)", count_of(ctx));
+    }
+    const double* p = field<double>(ctx, "dropout_probability");
+    ctx.state.set("p", p != nullptr ? *p : options.p);
+    ctx.save_for_backward({Value(at::ne(ctx.saved_value(0).dequantized(), 0))});
+    return {};
+  }
+  return expected("impl='unfused' or 'evaluation'", impl != nullptr ? "'" + *impl + "'" : "none");
 }
 
 }  // namespace ligature

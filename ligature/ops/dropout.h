@@ -33,6 +33,7 @@ class DropoutImpl : public Operation<DropoutImpl> {
   void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
                            const OpArgs& args) override;
   OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
+  std::string complete_context(OperationContext& ctx, const OpArgs& args) const override;
   std::optional<InferResult> infer(const InferArgs& args) const override;
   void pretty_print(std::ostream& stream) const override;
 

@@ -1,8 +1,10 @@
 #include "ligature/ops/l2_normalization.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "ligature/kernels/norm.h"
+#include "ligature/ops/filled_context.h"
 #include "ligature/ops/prepare.h"
 
 namespace ligature {
@@ -48,6 +50,20 @@ OpBackwardResult L2NormalizationImpl::op_backward(OperationContext& ctx, const V
   const Tensor x = prepare(ctx.saved_value(0));
   const Tensor dy = prepare(grad_output, x.scalar_type());
   return {kernels::l2_normalization_backward(dy, x, ctx.saved_tensor(1)), {}};
+}
+
+std::string L2NormalizationImpl::complete_context(OperationContext& ctx, const OpArgs& args) const {
+  if (!args.requires_grad.input) return {};
+  const std::string saved = "save_for_backward(input, rsqrt_norm)";
+  if (ctx.num_saved() != 2) return expected(saved, count_of(ctx));
+  const Value x = ctx.saved_value(0);
+  Value rstd = ctx.saved_value(1);
+  if (!x.defined() || x.sizes().empty()) return expected(saved, "None as input");
+  const int64_t row = std::max<int64_t>(x.sizes().back(), 1);
+  const std::string wrong = as_statistic(rstd, x, row, "rsqrt_norm");
+  if (!wrong.empty()) return expected(saved, wrong);
+  ctx.save_for_backward({x, std::move(rstd)});
+  return {};
 }
 
 }  // namespace ligature

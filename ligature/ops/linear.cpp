@@ -50,9 +50,31 @@ LinearImpl::LinearImpl(Options options_)
   register_parameter("bias", b);
 }
 
+Tensor LinearImpl::bias() const {
+  const Tensor* found = parameters_.find("bias");
+  return found != nullptr ? *found : Tensor();
+}
+
+void LinearImpl::set_bias(Tensor bias) {
+  if (!bias.defined()) {
+    if (parameters_.contains("bias")) parameters_.erase("bias");
+    return;
+  }
+  LIGATURE_CHECK(options.bias, "[Linear] it was made with bias=false and cannot be given a bias");
+  LIGATURE_CHECK(bias.dim() == 1 && bias.size(0) == options.out_features, "[Linear] bias must be [",
+                 options.out_features, "], got ", sizes_string(bias.sizes()));
+  if (parameters_.contains("bias")) {
+    parameters_["bias"] = std::move(bias);
+  } else {
+    const bool requires_grad = bias.requires_grad();
+    register_parameter("bias", std::move(bias), requires_grad);
+  }
+}
+
 std::shared_ptr<torch::nn::Module> LinearImpl::clone(
     const std::optional<torch::Device>& device) const {
   auto copy = std::make_shared<LinearImpl>(options);
+  if (!bias().defined()) copy->set_bias({});
   copy_parameters(*this, *copy, device);
   copy->train(is_training());
   return copy;
@@ -60,8 +82,8 @@ std::shared_ptr<torch::nn::Module> LinearImpl::clone(
 
 void LinearImpl::pretty_print(std::ostream& stream) const {
   stream << "ligature::Linear(in_features=" << options.in_features
-         << ", out_features=" << options.out_features << ", bias=" << std::boolalpha << options.bias
-         << ")";
+         << ", out_features=" << options.out_features << ", bias=" << std::boolalpha
+         << bias().defined() << ")";
 }
 
 }  // namespace ligature

@@ -46,7 +46,9 @@ class LinearImpl : public FusedOperation {
   BasicLinearImpl& basic_linear() const { return basic_op<BasicLinearImpl>(0); }
   const Tensor& weight() const { return parameters_["weight"]; }
   /// Undefined without a bias.
-  Tensor bias() const { return options.bias ? parameters_["bias"] : Tensor(); }
+  Tensor bias() const;
+  /// An undefined one takes the bias away. One that was made without a bias cannot be given one.
+  void set_bias(Tensor bias);
 
   Options options;
 };

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "ligature/kernels/bias.h"
+#include "ligature/ops/filled_context.h"
 #include "ligature/ops/prepare.h"
 
 namespace ligature {
@@ -49,7 +50,7 @@ std::optional<InferResult> NormOperation::infer(const InferArgs& args) const {
     const char* what = i == 0 ? "weight" : "bias";
     LIGATURE_CHECK(args.params[i].sizes() == wanted, "[", label(), "] ", what, " must be ",
                    sizes_string(wanted), ", got ", sizes_string(args.params[i].sizes()));
-    check_same_device(*this, args.input, what, args.params[i]);
+    check_parameter(*this, args.input, what, args.params[i]);
   }
   InferResult result{args.input, {}};
   result.output.dtype = under_autocast(args.input.dtype, args.autocast_dtype);
@@ -106,8 +107,12 @@ void NormOperation::op_forward_save_ctx(OperationContext& ctx, const Value& inpu
 NormBwdArgs NormOperation::backward_args(const OperationContext& ctx,
                                          const Value& grad_output) const {
   const size_t n = ctx.num_saved();
-  return backward_args(ctx, grad_output, ctx.saved_value(0), n > 3 ? ctx.saved_tensor(1) : Tensor(),
-                       ctx.saved_tensor(n - 2), ctx.saved_tensor(n - 1));
+  NormBwdArgs out =
+      backward_args(ctx, grad_output, ctx.saved_value(0), n > 3 ? ctx.saved_tensor(1) : Tensor(),
+                    ctx.saved_tensor(n - 2), ctx.saved_tensor(n - 1));
+  // te.ops saves the input as rows.
+  if (out.x.defined() && out.x.sizes() != out.dy.sizes()) out.x = out.x.view(out.dy.sizes());
+  return out;
 }
 
 NormBwdArgs NormOperation::backward_args(const OperationContext& ctx, const Value& grad_output,
@@ -152,6 +157,35 @@ OpBackwardResult NormOperation::backward(const NormBwdArgs& args,
 
 OpBackwardResult NormOperation::op_backward(OperationContext& ctx, const Value& grad_output) {
   return backward(backward_args(ctx, grad_output), ctx);
+}
+
+std::string NormOperation::complete_context(OperationContext& ctx, const OpArgs& args) const {
+  const std::string saved =
+      has_bias_ ? "save_for_backward(input, mean, rstd)" : "save_for_backward(input, rstd)";
+  const size_t statistics = has_bias_ ? 2 : 1;
+  std::vector<Value> values = ctx.saved();
+  const bool needed = args.requires_grad.input || args.requires_grad.param(0);
+  if (!needed) values.assign(statistics + 2, Value());
+  // The operation's own contexts hold the weight too, te.ops' do not.
+  if (values.size() == statistics + 1) values.emplace_back();
+  if (values.size() != statistics + 2) return expected(saved, count_of(ctx));
+  if (!values.back().defined()) values.back() = args.params[0];
+  const int64_t row = args.params[0].numel();
+  const Value& x = values[0];
+  if (needed && !x.defined()) return expected(saved, "None as input");
+  if (needed && ValueMeta::of(x).numel() % row != 0) {
+    return expected(saved, "an input of " + sizes_string(x.sizes()) +
+                               " for normalized_shape=" + sizes_string(options.normalized_shape));
+  }
+  for (size_t i = 1; needed && i <= statistics; ++i) {
+    const char* name = i == statistics ? "rstd" : "mean";
+    const std::string wrong = as_statistic(values[i], x, row, name);
+    if (!wrong.empty()) return expected(saved, wrong);
+  }
+  ctx.save_for_backward(std::move(values));
+  if (has_bias_) set_if_missing(ctx, "bias_dtype", args.params[1].scalar_type());
+  set_if_missing(ctx, "zero_centered_gamma", options.zero_centered_gamma);
+  return {};
 }
 
 }  // namespace ligature

@@ -29,8 +29,8 @@ inline Tensor cast(const Tensor& t, at::ScalarType dtype) {
 /// Which dtypes operations take.
 bool is_input_dtype(at::ScalarType dtype);
 void check_floating(const BasicOperation& op, const ValueMeta& input);
-/// Parameters live where the input does.
-void check_same_device(const BasicOperation& op, const ValueMeta& input, const char* what,
-                       const Tensor& parameter);
+/// A parameter lives where the input does, and is of a dtype that operations take.
+void check_parameter(const BasicOperation& op, const ValueMeta& input, const char* what,
+                     const Tensor& parameter);
 
 }  // namespace ligature

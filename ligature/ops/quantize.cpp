@@ -1,6 +1,7 @@
 #include "ligature/ops/quantize.h"
 
 #include "ligature/backend/small_buffers.h"
+#include "ligature/ops/filled_context.h"
 #include "ligature/ops/prepare.h"
 
 namespace ligature {
@@ -62,6 +63,13 @@ OpBackwardResult QuantizeImpl::op_backward(OperationContext& ctx, const Value& g
   const Usage usage = next ? next.usage : Usage{true, true};
   const OwnBuffers own;
   return {quantize_to(grad_output, {quantizer, usage}, grad_output.dtype()), {}};
+}
+
+std::string QuantizeImpl::complete_context(OperationContext& ctx, const OpArgs&) const {
+  if (const bool* backward = field<bool>(ctx, "quantize_backward")) {
+    if (!*backward) ctx.quantization = nullptr;
+  }
+  return {};
 }
 
 }  // namespace ligature

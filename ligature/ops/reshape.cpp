@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "ligature/ops/filled_context.h"
+
 namespace ligature {
 
 LIGATURE_REGISTER_OPERATION(Reshape);
@@ -61,6 +63,11 @@ OpBackwardResult ReshapeImpl::op_backward(OperationContext& ctx, const Value& gr
   if (!ctx.requires_grad.input) return {};
   const auto& shape = ctx.state.get<std::vector<int64_t>>("input_shape");
   return {grad_output.dequantized().reshape(shape), {}};
+}
+
+std::string ReshapeImpl::complete_context(OperationContext& ctx, const OpArgs& args) const {
+  const bool there = field<std::vector<int64_t>>(ctx, "input_shape") != nullptr;
+  return there || !args.requires_grad.input ? "" : expected("input_shape=input_.size()", "none");
 }
 
 }  // namespace ligature

@@ -1,5 +1,6 @@
 #include "ligature/ops/scaled_activation.h"
 
+#include "ligature/ops/filled_context.h"
 #include "ligature/ops/prepare.h"
 
 namespace ligature {
@@ -60,6 +61,22 @@ FuserBackwardResult ScaledActivationOperation::fuser_backward(CtxList ctxs,
   out.grad_params.resize(1);
   out.grad_extra_inputs = {{std::move(grads.dscales)}};
   return out;
+}
+
+std::string ScaledActivationOperation::complete_context(OperationContext& ctx,
+                                                        const OpArgs& args) const {
+  const GradFlags& needs = args.requires_grad;
+  if (!needs.input && !needs.extra_input(0)) return {};
+  const std::string saved = "save_for_backward(input, scales)";
+  if (ctx.num_saved() != 2) return expected(saved, count_of(ctx));
+  const Value x = ctx.saved_value(0);
+  Value scales = ctx.saved_value(1);
+  if (!x.defined()) return expected(saved, "None as input");
+  if (!scales.defined()) scales = args.extra_inputs[0];
+  if (!scales.defined()) return expected(saved, "None as scales");
+  ctx.save_for_backward({x, std::move(scales)});
+  save_spec(ctx, saved_spec(ctx, spec()));
+  return {};
 }
 
 }  // namespace ligature

@@ -19,6 +19,7 @@ class ScaledActivationOperation : public BasicOperation {
                               ArgsList args) override;
   FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
                                      GradList grad_extra_outputs) override;
+  std::string complete_context(OperationContext& ctx, const OpArgs& args) const override;
   std::optional<InferResult> infer(const InferArgs& args) const override;
   void pretty_print(std::ostream& stream) const override;
 };

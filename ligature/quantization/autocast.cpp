@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <atomic>
 #include <exception>
 #include <map>
 
@@ -16,15 +17,42 @@
 namespace ligature {
 namespace {
 
+/// How other threads reach a thread's contexts.
+struct Mailbox {
+  std::mutex mutex;  // of the two together: a thread may end while another leaves its context
+  std::atomic<bool> some_left{false};
+  bool gone = false;
+};
+
+}  // namespace
+
+struct EnteredAutocast {
+  enum Left : uint8_t { No, AfterAnError, Well };
+  std::shared_ptr<Mailbox> thread;
+  std::shared_ptr<DelayedSession> session;  // of the outermost context only
+  std::atomic<Left> left{No};
+};
+
+namespace {
+
 struct Frame {
-  AutocastState state;
+  AutocastState state;  // around the context
   DelayedSource* source = nullptr;
+  AutocastHandle context;
+  bool recomputes = false;
 };
 
 struct ThreadState {
   AutocastState now;
   std::vector<Frame> outer;
   int recomputing = 0;
+  std::exception_ptr error;  // of an end that could not throw
+  std::shared_ptr<Mailbox> mailbox = std::make_shared<Mailbox>();
+
+  ~ThreadState() {
+    const std::lock_guard<std::mutex> lock(mailbox->mutex);
+    mailbox->gone = true;
+  }
 };
 
 thread_local ThreadState thread_state;
@@ -32,6 +60,40 @@ thread_local ThreadState thread_state;
 // A forward pass inside a running backward pass is one that is run again.
 bool inside_backward() {
   return torch::autograd::get_current_graph_task_id() >= 0 && at::GradMode::is_enabled();
+}
+
+/// Ends the innermost contexts as far as they have been left. Throws what the update does, when all
+/// of them have ended.
+void end_left(ThreadState& thread) {
+  std::shared_ptr<DelayedSession> to_update;
+  while (!thread.outer.empty() && thread.outer.back().context->left != EnteredAutocast::No) {
+    Frame frame = std::move(thread.outer.back());
+    thread.outer.pop_back();
+    const bool update = frame.context->left == EnteredAutocast::Well;
+    if (update && thread.outer.empty() && thread.recomputing == 0) to_update = thread.now.session;
+    thread.now = std::move(frame.state);
+    DelayedSource::exchange(frame.source);
+    if (frame.recomputes) --thread.recomputing;
+  }
+  if (to_update != nullptr) to_update->update();
+}
+
+/// What other threads, and ends that could not throw, have left to do.
+void settle(ThreadState& thread) {
+  if (thread.error) std::rethrow_exception(std::exchange(thread.error, nullptr));
+  if (!thread.mailbox->some_left.load(std::memory_order_acquire)) return;
+  // Backward and recomputation have put contexts of their own in place.
+  if (thread.recomputing > 0 || torch::autograd::get_current_graph_task_id() >= 0) return;
+  thread.mailbox->some_left.store(false, std::memory_order_release);
+  end_left(thread);
+}
+
+/// Says so where the context's thread is gone, and nobody else will end it.
+bool left_by_another_thread(EnteredAutocast& context, EnteredAutocast::Left how) {
+  const std::lock_guard<std::mutex> lock(context.thread->mutex);
+  context.left = how;
+  context.thread->some_left.store(true, std::memory_order_release);
+  return !context.thread->gone;
 }
 
 }  // namespace
@@ -42,7 +104,7 @@ const RecipePtr& AutocastState::active() const {
 }
 
 at::Tensor DelayedSession::scale_of(const DelayedScalePtr& delayed, bool& record) {
-  if (delayed->recipe == nullptr) return delayed->scale;
+  if (!delayed->recipe) return delayed->scale;
   record = record && !is_recomputing();
   const bool captured = cuda::is_captured(delayed->scale);
   std::lock_guard<std::mutex> lock(mutex_);
@@ -56,7 +118,13 @@ at::Tensor DelayedSession::scale_of(const DelayedScalePtr& delayed, bool& record
   }
   Met& met = met_[found->second];
   // Graphs overwrite factors: what this pass uses, also when it is run again, is a copy.
-  if (!met.scale.defined()) met.scale = overwritten ? delayed->scale.clone() : delayed->scale;
+  if (!met.scale.defined()) {
+    met.scale = overwritten ? delayed->scale.clone() : delayed->scale;
+    met.max_value = delayed->max_value;
+  } else if (met.max_value != delayed->max_value) {  // a recipe of another format, in one context
+    met.scale = met.scale * (delayed->max_value / met.max_value);
+    met.max_value = delayed->max_value;
+  }
   if (!record) return met.scale;
   captured_ = captured_ || captured;
   if (!met.recorded) {
@@ -106,8 +174,16 @@ void DelayedSession::update() {
   DelayedScaling::update_all(tensors);
 }
 
-const AutocastState& autocast_state() { return thread_state.now; }
-int autocast_depth() { return static_cast<int>(thread_state.outer.size()); }
+const AutocastState& autocast_state() {
+  settle(thread_state);
+  return thread_state.now;
+}
+
+int autocast_depth() {
+  settle(thread_state);
+  return static_cast<int>(thread_state.outer.size());
+}
+
 bool is_recomputing() { return thread_state.recomputing > 0; }
 
 RecipePtr default_recipe() {
@@ -115,8 +191,9 @@ RecipePtr default_recipe() {
   return recipe;
 }
 
-void enter_autocast(AutocastOptions options) {
+AutocastHandle enter_autocast(AutocastOptions options) {
   ThreadState& thread = thread_state;
+  settle(thread);
   AutocastState next;
   next.enabled = options.enabled;
   next.calibrating = options.calibrating;
@@ -128,22 +205,36 @@ void enter_autocast(AutocastOptions options) {
   if (next.reduce_amax && !next.session->reduction()) {
     next.session->set_reduction(next.reduce_amax);
   }
-  thread.outer.push_back({std::move(thread.now), DelayedSource::exchange(next.session.get())});
+  auto context = std::make_shared<EnteredAutocast>();
+  context->thread = thread.mailbox;
+  if (thread.outer.empty()) context->session = next.session;
+  const bool recomputes = inside_backward();
+  if (recomputes) ++thread.recomputing;
+  DelayedSource* source = DelayedSource::exchange(next.session.get());
+  thread.outer.push_back({std::move(thread.now), source, context, recomputes});
   thread.now = std::move(next);
-  if (inside_backward()) ++thread.recomputing;
+  return context;
 }
 
 void exit_autocast(bool update) {
   ThreadState& thread = thread_state;
   LIGATURE_CHECK_STATE(!thread.outer.empty(), "autocast was left more often than it was entered");
-  const AutocastState last = std::move(thread.now);
-  Frame& outer = thread.outer.back();
-  thread.now = std::move(outer.state);
-  DelayedSource::exchange(outer.source);
-  thread.outer.pop_back();
-  const bool again = is_recomputing();
-  if (inside_backward() && thread.recomputing > 0) --thread.recomputing;
-  if (update && thread.outer.empty() && !again) last.session->update();
+  thread.outer.back().context->left =
+      update ? EnteredAutocast::Well : EnteredAutocast::AfterAnError;
+  end_left(thread);
+}
+
+void exit_autocast(const AutocastHandle& context, bool update) {
+  if (context == nullptr || context->left != EnteredAutocast::No) return;
+  const auto how = update ? EnteredAutocast::Well : EnteredAutocast::AfterAnError;
+  ThreadState& thread = thread_state;
+  if (context->thread == thread.mailbox) {
+    context->left = how;
+    end_left(thread);
+    return;
+  }
+  const bool ends_there = left_by_another_thread(*context, how);
+  if (!ends_there && update && context->session != nullptr) context->session->update();
 }
 
 void replace_recipe(const Recipe* before, const RecipePtr& now) {
@@ -154,11 +245,21 @@ void replace_recipe(const Recipe* before, const RecipePtr& now) {
   }
 }
 
-Autocast::Autocast(AutocastOptions options) : exceptions_(std::uncaught_exceptions()) {
-  enter_autocast(std::move(options));
+Autocast::Autocast(AutocastOptions options)
+    : context_(enter_autocast(std::move(options))), exceptions_(std::uncaught_exceptions()) {}
+
+void Autocast::end() {
+  const AutocastHandle context = std::move(context_);
+  exit_autocast(context, std::uncaught_exceptions() <= exceptions_);
 }
 
-Autocast::~Autocast() noexcept(false) { exit_autocast(std::uncaught_exceptions() == exceptions_); }
+Autocast::~Autocast() {
+  try {
+    end();
+  } catch (...) {
+    if (!thread_state.error) thread_state.error = std::current_exception();
+  }
+}
 
 RecomputeScope::RecomputeScope(const AutocastState& state)
     : before_(std::move(thread_state.now)), source_(DelayedSource::exchange(state.session.get())) {

@@ -29,6 +29,7 @@ class DelayedSession : public DelayedSource {
     DelayedScalePtr delayed;
     at::Tensor scale;  // undefined until it is asked for
     bool recorded;
+    float max_value = 0;  // that the scale is for
   };
   std::mutex mutex_;
   std::vector<Met> met_;
@@ -63,13 +64,21 @@ const AutocastState& autocast_state();
 int autocast_depth();
 RecipePtr default_recipe();
 
-void enter_autocast(AutocastOptions options);
-/// `update`: leaving without an error, so that the outermost one updates delayed scaling.
+/// A context that was entered: by it the context is left, in whichever thread.
+struct EnteredAutocast;
+using AutocastHandle = std::shared_ptr<EnteredAutocast>;
+
+AutocastHandle enter_autocast(AutocastOptions options);
+/// Leaves the innermost context of this thread. `update`: without an error, so that the outermost
+/// one updates delayed scaling.
 void exit_autocast(bool update);
+/// Leaves this context, once. It ends in the thread that entered it, when all inside it have been
+/// left: at once, or, left by another thread, before that thread's next call.
+void exit_autocast(const AutocastHandle& context, bool update);
 /// A recipe was changed while contexts may use it: those of this thread take on the new one.
 void replace_recipe(const Recipe* before, const RecipePtr& now);
 
-/// Example:
+/// The context of the thread that makes it, while it lives. Example:
 /// ```
 /// {
 ///   Autocast autocast({.recipe = std::make_shared<Float8CurrentScaling>()});
@@ -80,11 +89,16 @@ void replace_recipe(const Recipe* before, const RecipePtr& now);
 class Autocast {
  public:
   explicit Autocast(AutocastOptions options = {});
-  ~Autocast() noexcept(false);
+  /// Ends it. What end() would throw is thrown by the next call of the thread that made it.
+  ~Autocast();
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;
 
+  /// Ends it now, and throws what the update of delayed scaling throws. A second time does nothing.
+  void end();
+
  private:
+  AutocastHandle context_;
   int exceptions_;
 };
 

@@ -26,7 +26,7 @@ Recorded& recorded_part() {
 
 }  // namespace
 
-QuantizedPtr CapturedWeights::get(const WeightCache* of,
+QuantizedPtr CapturedWeights::get(const std::shared_ptr<const WeightCache>& of,
                                   const std::function<QuantizedPtr()>& make) {
   std::lock_guard<std::mutex> lock(mutex_);
   QuantizedPtr& kept = made_[of];
@@ -71,7 +71,7 @@ void CapturedPart::leave_update(const AmaxReduction& reduce) {
   if (!reduce_) reduce_ = reduce;
 }
 
-QuantizedPtr CapturedPart::weight(const WeightCache* of,
+QuantizedPtr CapturedPart::weight(const std::shared_ptr<const WeightCache>& of,
                                   const std::function<QuantizedPtr()>& make) const {
   return weights != nullptr ? weights->get(of, make) : make();
 }

@@ -19,11 +19,12 @@ class WeightCache;
 /// Weights that one graph quantizes and others read. They live as long as this.
 class CapturedWeights {
  public:
-  QuantizedPtr get(const WeightCache* of, const std::function<QuantizedPtr()>& make);
+  QuantizedPtr get(const std::shared_ptr<const WeightCache>& of,
+                   const std::function<QuantizedPtr()>& make);
 
  private:
   std::mutex mutex_;
-  std::unordered_map<const WeightCache*, QuantizedPtr> made_;
+  std::unordered_map<std::shared_ptr<const WeightCache>, QuantizedPtr> made_;
 };
 
 class CapturedPart : public std::enable_shared_from_this<CapturedPart> {
@@ -46,7 +47,8 @@ class CapturedPart : public std::enable_shared_from_this<CapturedPart> {
   static std::shared_ptr<CapturedPart> recorded();
   void meet(const DelayedScalePtr& delayed);
   void leave_update(const AmaxReduction& reduce);
-  QuantizedPtr weight(const WeightCache* of, const std::function<QuantizedPtr()>& make) const;
+  QuantizedPtr weight(const std::shared_ptr<const WeightCache>& of,
+                      const std::function<QuantizedPtr()>& make) const;
 
  private:
   struct Met {

@@ -1,13 +1,14 @@
 #include "ligature/quantization/checkpoint.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 
 #include <cstring>
 
 #include "ligature/quantization/format_fields.h"
+#include "ligature/quantization/quantized_parts.h"
 #include "ligature/quantization/recipe_text.h"
 
 namespace ligature {
@@ -33,18 +34,19 @@ std::string shape_of(at::ScalarType dtype, at::IntArrayRef sizes) {
 }
 std::string shape_of(const Tensor& t) { return shape_of(t.scalar_type(), t.sizes()); }
 
-int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
-
 Tensor present(const CheckpointLookup& find, const std::string& key) {
   Tensor found = find(key);
   LIGATURE_CHECK_STATE(found.defined(), "checkpoint entry '", key,
                        "' is missing, though others like it are there");
+  check_readable(found, key);
   return found.detach();
 }
 
 Tensor bytes_of(const JsonValue& json) {
   const std::string text = to_json(json);
-  Tensor out = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  // Not through the dispatcher: a mode that makes fake tensors must not see it.
+  Tensor out =
+      at::detail::empty_cpu({static_cast<int64_t>(text.size())}, at::TensorOptions(at::kByte));
   std::memcpy(out.mutable_data_ptr(), text.data(), text.size());
   return out;
 }
@@ -96,33 +98,26 @@ void check_codes(const std::string& key, const Tensor& codes, Scaling scaling) {
   }
 }
 
-/// One orientation: `rows` by `columns` as it is stored.
+/// One orientation.
 kernels::QuantizedMatrix read_side(const CheckpointLookup& find, const std::string& key,
-                                   const Format& format, int64_t rows, int64_t columns) {
-  kernels::QuantizedMatrix out;
-  const bool fp4 = format.scaling == Scaling::NV;
-  const auto check_bytes = [](const std::string& name, const Tensor& t,
-                              const std::vector<int64_t>& sizes) {
-    check_entry(t.scalar_type() == at::kByte && t.sizes() == at::IntArrayRef(sizes), name,
-                shape_of(at::kByte, sizes), shape_of(t));
+                                   const Format& format, const SideLayout& layout) {
+  const auto read = [&](const char* part, const PartLayout& wanted) {
+    const std::string name = key + part;
+    Tensor found = present(find, name);
+    check_entry(wanted.fits(found), name, shape_of(wanted.dtype, wanted.sizes), shape_of(found));
+    return found;
   };
-  out.data = present(find, key + "data");
-  check_bytes(key + "data", out.data, {rows, fp4 ? blocks(columns, 2) : columns});
-
-  std::vector<int64_t> scales{1};
-  if (const int64_t size = format.block_size()) {
-    scales = {format.block_2d ? blocks(rows, size) : rows, blocks(columns, size)};
-  }
-  out.scale = present(find, key + "scale");
-  if (fp4 || format.scaling == Scaling::MX) {
-    check_bytes(key + "scale", out.scale, scales);
+  kernels::QuantizedMatrix out;
+  out.data = read("data", layout.data);
+  out.scale = read("scale", layout.scale);
+  if (layout.scale.dtype == at::kByte) {
     check_codes(key + "scale", out.scale, format.scaling);
   } else {
-    check_floats(key + "scale", out.scale, scales, Floats::Positive);
+    check_floats(key + "scale", out.scale, layout.scale.sizes, Floats::Positive);
   }
-  if (fp4) {
-    out.amax = present(find, key + "amax");
-    check_floats(key + "amax", out.amax, {format.row_scaled ? rows : 1}, Floats::ZeroOrMore);
+  if (layout.amax) {
+    out.amax = read("amax", *layout.amax);
+    check_floats(key + "amax", out.amax, layout.amax->sizes, Floats::ZeroOrMore);
     check_entry(!out.amax.isinf().any().item<bool>(), key + "amax", "finite", "infinity");
   } else {
     LIGATURE_CHECK_STATE(!find(key + "amax").defined(), "checkpoint entry '", key,
@@ -167,11 +162,21 @@ at::ScalarType read_dtype(const std::string& key, const JsonValue& given) {
 
 }  // namespace
 
+void check_readable(const Tensor& entry, const std::string& key) {
+  const std::string why = why_unusable(entry);
+  LIGATURE_CHECK_STATE(why.empty(), "checkpoint entry '", key, "' must be ", why);
+  check_entry(!entry.is_meta(), key, "a tensor with memory", "one on the meta device");
+}
+
 CheckpointEntries quantized_entries(const QuantizedTensor& quantized) {
   JsonValue about;
   auto& fields = about.value.emplace<JsonValue::Object>();
   fields["version"].value = kVersion;
   fields["format"] = fields_of(quantized.format_tag());
+  // Version 0.1.0 does not know this field; its files have the other formats as they were.
+  if (!quantized.format_tag().scales_to_448) {
+    std::get<JsonValue::Object>(fields["format"].value).erase("scales_to_448");
+  }
   fields["dtype"].value = dtype_name(quantized.dtype());
   auto& shape = fields["shape"].value.emplace<JsonValue::Array>();
   for (const int64_t size : quantized.sizes()) shape.emplace_back().value = size;
@@ -213,14 +218,19 @@ QuantizedPtr read_quantized(const CheckpointLookup& find, const std::string& key
   const Format format = read_format(name, about["format"]);
   LIGATURE_CHECK_STATE(rowwise || columnwise, "checkpoint entry '", key,
                        ".rowwise_data' is missing");
-  int64_t rows = 1;
-  for (const int64_t size : sizes.slice(0, sizes.size() - 1)) rows *= size;
   kernels::QuantizedPair parts;
-  if (rowwise) parts.rowwise = read_side(find, key + ".rowwise_", format, rows, sizes.back());
-  if (columnwise) {
-    parts.columnwise = read_side(find, key + ".columnwise_", format, sizes.back(),
-                                 format.hadamard ? blocks(rows, 16) * 16 : rows);
+  if (rowwise) {
+    parts.rowwise = read_side(find, key + ".rowwise_", format, rowwise_layout(format, sizes));
   }
+  if (columnwise) {
+    parts.columnwise =
+        read_side(find, key + ".columnwise_", format, columnwise_layout(format, sizes));
+  }
+  const std::string why = why_not_together(parts, [&](size_t i) {
+    return "checkpoint entry '" + key + (i < 3 ? ".rowwise_" : ".columnwise_") + kParts[i % 3] +
+           "'";
+  });
+  LIGATURE_CHECK_STATE(why.empty(), why);
   return std::make_shared<QuantizedTensor>(format, sizes.vec(), dtype, std::move(parts));
 }
 

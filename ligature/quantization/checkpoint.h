@@ -22,6 +22,9 @@ using CheckpointEntries = std::vector<std::pair<std::string, Tensor>>;
 /// The entry of this name; undefined where there is none.
 using CheckpointLookup = std::function<Tensor(const std::string& key)>;
 
+/// Refuses an entry whose values cannot be read: a sparse tensor, one without memory.
+void check_readable(const Tensor& entry, const std::string& key);
+
 /// Names without the parameter's own: "format", "rowwise_data".
 CheckpointEntries quantized_entries(const QuantizedTensor& quantized);
 /// The parameter `key`, of these sizes; null where the checkpoint has it plain or not at all.

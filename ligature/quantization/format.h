@@ -33,6 +33,7 @@ struct Format {
   bool stochastic_rounding = false;  ///< NV
   bool row_scaled = false;           ///< NV: the upper factor is one per row
   FourOverSix four_over_six = FourOverSix::None;  ///< NV: how the better of two scales is found
+  bool scales_to_448 = false;  ///< NV with four_over_six: block scales reach 448 instead of 256
 
   bool operator==(const Format&) const = default;
 
@@ -55,6 +56,12 @@ struct Format {
     if (hadamard) return false;
     return per_tensor() || (block_2d && !row_scaled && !stochastic_rounding);
   }
+  /// NV: 6 times the largest scale of a block, by which amax is divided for the factor above.
+  constexpr float nv_range() const {
+    return four_over_six == FourOverSix::None || scales_to_448 ? 2688.0f : 1536.0f;
+  }
+  /// Why there is no such format; empty when there is.
+  std::string why_not() const;
   /// As a plan shows it on an edge: "fp8 e4m3", "fp8 e4m3 1x128", "mxfp8 e4m3", "nvfp4".
   std::string name() const;
 };

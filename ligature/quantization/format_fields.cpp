@@ -31,6 +31,7 @@ void each_field(SomeFormat& format, F&& f) {
   f("stochastic_rounding", format.stochastic_rounding);
   f("row_scaled", format.row_scaled);
   f("four_over_six", format.four_over_six, choices);
+  f("scales_to_448", format.scales_to_448);
 }
 
 struct Writer {

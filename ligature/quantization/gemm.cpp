@@ -72,7 +72,7 @@ bool is_cpu_number(const Tensor& t) {
 
 // What is above the blocks of NVFP4. One number on the CPU is computed without torch's calls.
 Tensor upper_factor(const Tensor& amax, const Format& format) {
-  const double divisor = format.four_over_six == FourOverSix::None ? 6.0 * 448.0 : 6.0 * 256.0;
+  const double divisor = format.nv_range();
   constexpr float least = std::numeric_limits<float>::min();
   if (!is_cpu_number(amax)) return at::clamp_min(amax.div(divisor), least);
   Tensor factor = at::detail::empty_cpu(amax.sizes(), at::kFloat);
@@ -292,9 +292,17 @@ void make_ready(Native& native) {
   native.terms.b_factor = upper_factor(native.b.matrix.amax, native.b.format);
 }
 
+void log_gemm(kernels::KernelScope& scope, const Value& a, const Side& b) {
+  if (!scope.is_logged()) return;
+  const at::IntArrayRef sizes = b.value.sizes();
+  scope.gemm(c10::multiply_integers(a.sizes()),
+             b.along_rows ? sizes.back() : c10::multiply_integers(sizes.begin(), sizes.end() - 1));
+}
+
 Tensor run(const char* name, const Side& a, const Side& b, const ProductArgs& args, bool fast) {
   if (auto native = native_product(a, b, args, args.dtype, fast)) {
-    const kernels::KernelScope scope(name, native->backend);
+    kernels::KernelScope scope(name, native->backend);
+    log_gemm(scope, a.value, b);
     if (native->without_memory()) {
       return at::empty({native->a.rows, native->b.rows},
                        at::TensorOptions(args.dtype).device(at::kMeta));
@@ -302,7 +310,8 @@ Tensor run(const char* name, const Side& a, const Side& b, const ProductArgs& ar
     make_ready(*native);
     return cuda::quantized_product(native->a, native->b, native->terms);
   }
-  const kernels::KernelScope scope(name, "emulated");
+  kernels::KernelScope scope(name, "emulated");
+  log_gemm(scope, a.value, b);
   const at::ScalarType dtype = operand_dtype(args.dtype, a, b);
   return product(operand(a, dtype), operand(b, dtype), args);
 }
@@ -333,7 +342,8 @@ kernels::GatedForwardQuantized quantized_linear_gated_forward(const Value& x, co
                                                               const kernels::QuantizeArgs& to,
                                                               bool need_z) {
   const char* name = "linear_gated_forward_quantize";
-  const kernels::KernelScope scope(name, "cuda, fast accumulation");
+  kernels::KernelScope scope(name, "cuda, fast accumulation");
+  log_gemm(scope, x, {w});
   const auto operands = gated_operands({x}, {w}, args);
   LIGATURE_CHECK(operands && cuda::takes_gated_codes(operands->a, operands->b, spec, to.format),
                  "[", name, "] operands must be what its kernels take, got ", x.sizes(), " and ",
@@ -366,13 +376,15 @@ void quantized_linear_weight_grad_into(Tensor& out, const Value& dy, const Value
   const bool hadamard = has_hadamard(dy) && has_hadamard(x);
   const Side a{dy, true, hadamard}, b{x, true, hadamard};
   if (auto native = native_product(a, b, args, out.scalar_type(), false)) {
-    const kernels::KernelScope scope(name, native->backend);
+    kernels::KernelScope scope(name, native->backend);
+    log_gemm(scope, dy, b);
     if (native->without_memory()) return;
     make_ready(*native);
     cuda::quantized_product_into(out, native->a, native->b, accumulate, native->terms);
     return;
   }
-  const kernels::KernelScope scope(name, "emulated");
+  kernels::KernelScope scope(name, "emulated");
+  log_gemm(scope, dy, b);
   const at::ScalarType dtype = operand_dtype(args.dtype, a, b);
   product_into(out, operand(a, dtype), operand(b, dtype), accumulate, args);
 }

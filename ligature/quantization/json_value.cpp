@@ -10,6 +10,23 @@ namespace {
 
 constexpr int kDeepest = 8;
 
+bool is_utf8(std::string_view text) {
+  for (size_t i = 0; i < text.size();) {
+    const auto first = static_cast<unsigned char>(text[i++]);
+    if (first < 0x80) continue;
+    const int more = first >= 0xF0 ? 3 : first >= 0xE0 ? 2 : 1;
+    if (first < 0xC2 || first > 0xF4) return false;
+    unsigned code = first & (0x3F >> more);
+    for (int k = 0; k < more; ++k) {
+      if (i >= text.size() || (static_cast<unsigned char>(text[i]) & 0xC0) != 0x80) return false;
+      code = code << 6 | (static_cast<unsigned char>(text[i++]) & 0x3F);
+    }
+    const bool shortest = code >= (more == 1 ? 0x80u : more == 2 ? 0x800u : 0x10000u);
+    if (!shortest || code > 0x10FFFF || (code >= 0xD800 && code < 0xE000)) return false;
+  }
+  return true;
+}
+
 class Parser {
  public:
   explicit Parser(std::string_view text) : text_(text) {}
@@ -161,7 +178,9 @@ const JsonValue& JsonValue::operator[](const std::string& name) const {
   return found == object->end() ? none : found->second;
 }
 
-std::optional<JsonValue> parse_json(std::string_view text) { return Parser(text).whole(); }
+std::optional<JsonValue> parse_json(std::string_view text) {
+  return is_utf8(text) ? Parser(text).whole() : std::nullopt;
+}
 
 namespace {
 

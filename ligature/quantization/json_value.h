@@ -25,7 +25,7 @@ struct JsonValue {
   const JsonValue& operator[](const std::string& name) const;
 };
 
-/// Nothing for text that is not JSON, or is nested deeper than any checkpoint's.
+/// Nothing for text that is not JSON in UTF-8, or is nested deeper than any checkpoint's.
 std::optional<JsonValue> parse_json(std::string_view text);
 std::string to_json(const JsonValue& value);
 /// As messages show it.

@@ -15,8 +15,15 @@ struct QuantizedModelInitOptions {
 
 /// Of this thread: the innermost context; null outside of any and where it is not enabled.
 const QuantizedModelInitOptions* quantized_model_init();
-void enter_quantized_model_init(QuantizedModelInitOptions options);
+/// A context that was entered: by it the context is left, in whichever thread.
+struct EnteredModelInit;
+using ModelInitHandle = std::shared_ptr<EnteredModelInit>;
+
+ModelInitHandle enter_quantized_model_init(QuantizedModelInitOptions options);
+/// Leaves the innermost context of this thread.
 void exit_quantized_model_init();
+/// Leaves this context; it ends in the thread that entered it, when all inside it have been left.
+void exit_quantized_model_init(const ModelInitHandle& context);
 /// A recipe was changed while contexts may use it: those of this thread take on the new one.
 void replace_model_init_recipe(const Recipe* before, const RecipePtr& now);
 
@@ -28,12 +35,14 @@ void replace_model_init_recipe(const Recipe* before, const RecipePtr& now);
 /// ```
 class QuantizedModelInit {
  public:
-  explicit QuantizedModelInit(QuantizedModelInitOptions options = {}) {
-    enter_quantized_model_init(std::move(options));
-  }
-  ~QuantizedModelInit() { exit_quantized_model_init(); }
+  explicit QuantizedModelInit(QuantizedModelInitOptions options = {})
+      : context_(enter_quantized_model_init(std::move(options))) {}
+  ~QuantizedModelInit() { exit_quantized_model_init(context_); }
   QuantizedModelInit(const QuantizedModelInit&) = delete;
   QuantizedModelInit& operator=(const QuantizedModelInit&) = delete;
+
+ private:
+  ModelInitHandle context_;
 };
 
 /// A new weight of `op` in low precision, where this thread asks for it and the recipe does not

@@ -1,14 +1,13 @@
 #include "ligature/quantization/op_quantization.h"
 
-#include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <thread>
 
+#include "ligature/backend/cpu/content_hash.h"
 #include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/backend/cuda/quantize.h"
 #include "ligature/backend/small_buffers.h"
@@ -20,47 +19,6 @@
 namespace ligature {
 namespace {
 
-constexpr int64_t kLanes = 32;
-constexpr int64_t kPiece = 1 << 16;  // words that one task sums up
-
-uint64_t checksum_piece(const uint8_t* bytes, int64_t count) {
-  const auto word = [bytes](int64_t i) {
-    uint32_t value;
-    std::memcpy(&value, bytes + 4 * i, sizeof(value));  // a view may begin anywhere
-    return value;
-  };
-  uint32_t lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] = lanes[lane] * 16777619U ^ word(i + lane);
-    }
-  }
-  for (; i < count; ++i) lanes[i % kLanes] = lanes[i % kLanes] * 16777619U ^ word(i);
-  uint64_t sum = 1469598103934665603ULL;
-  for (const uint32_t lane : lanes) sum = (sum ^ lane) * 1099511628211ULL;
-  return sum;
-}
-
-// Writes through `.data`, through NumPy and by torch's fused optimizers do not count as a new
-// version of a tensor, so every byte is looked at: a fraction of what quantizing would cost.
-uint64_t checksum(const Tensor& weight) {
-  const auto* data = static_cast<const uint8_t*>(weight.const_data_ptr());
-  const int64_t bytes = weight.numel() * weight.element_size();
-  const int64_t count = bytes / 4;
-  const int64_t pieces = (count + kPiece - 1) / kPiece;
-  std::vector<uint64_t> sums(pieces);
-  at::parallel_for(0, pieces, 2, [&](int64_t first, int64_t last) {
-    for (int64_t p = first; p < last; ++p) {
-      sums[p] = checksum_piece(data + 4 * p * kPiece, std::min(kPiece, count - p * kPiece));
-    }
-  });
-  uint64_t sum = 0;
-  std::memcpy(&sum, data + count * 4, bytes % 4);
-  for (const uint64_t piece : sums) sum = (sum ^ piece) * 1099511628211ULL;
-  return sum;
-}
-
 std::atomic<uint64_t> weights_changed{0};
 
 std::optional<c10::Stream> stream_of(const Tensor& weight) {
@@ -68,9 +26,13 @@ std::optional<c10::Stream> stream_of(const Tensor& weight) {
   return c10::impl::VirtualGuardImpl(weight.device().type()).getStream(weight.device());
 }
 
-// The bytes of a weight on a GPU cannot be looked at without waiting for it.
-uint64_t sample_of(const Tensor& weight) {
-  return weight.is_cpu() ? checksum(weight) : weights_changed.load(std::memory_order_relaxed);
+// Writes through `.data`, through NumPy and by torch's fused optimizers do not count as a new
+// version of a tensor, so every byte is looked at: a fraction of what quantizing would cost. The
+// bytes of a weight on a GPU cannot be looked at without waiting for it.
+uint64_t content_of(const Tensor& weight) {
+  if (!weight.is_cpu()) return weights_changed.load(std::memory_order_relaxed);
+  return cpu::content_hash(weight.const_data_ptr(),
+                           static_cast<size_t>(weight.numel() * weight.element_size()));
 }
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
@@ -149,18 +111,26 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
     const OwnBuffers own;
     const auto make = [&] { return quantizer.quantize(weight, usage); };
     const auto part = CapturedPart::recorded();
-    return part != nullptr ? part->weight(this, make) : make();
+    return part != nullptr ? part->weight(shared_from_this(), make) : make();
   }
   if (!can_be_kept(weight)) return quantizer.quantize(weight, usage);
   std::lock_guard<std::mutex> lock(mutex_);
-  const uint64_t sum = sample_of(weight);
   // Another thread may be about to launch what makes it.
   if (launched_ != nullptr && !launched_->load(std::memory_order_acquire) &&
       maker_ != std::this_thread::get_id()) {
     return quantizer.quantize(weight, usage);
   }
-  const bool unchanged = holds(weight, usage) && sample_ == sum;
-  if (unchanged && has_factor_of(quantizer)) return quantized_;
+  // A counter that has moved on is proof of a change, one that has not is none. So the bytes of a
+  // weight that is written in every step, and asked for once, need not be looked at.
+  const bool held = holds(weight, usage);
+  const bool wanted = held || asked_again_ || !weight.is_cpu();
+  const std::optional<uint64_t> content =
+      wanted ? std::make_optional(content_of(weight)) : std::nullopt;
+  const bool unchanged = held && content_ == content;
+  if (unchanged && has_factor_of(quantizer)) {
+    asked_again_ = true;
+    return quantized_;
+  }
   // What runs again in a checkpoint has the factors of its first run: those of later steps are
   // kept.
   if (is_recomputing()) return quantizer.quantize(weight, usage);
@@ -176,7 +146,8 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
       c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(weight.getIntrusivePtr());
   version_ = weight._version();
   data_ = weight.const_data_ptr();
-  sample_ = sum;
+  content_ = content;
+  asked_again_ = held;
   stream_ = stream_of(weight);
   factor_ = factor;
   updates_ = quantizer.delayed != nullptr ? quantizer.delayed->updates : 0;
@@ -199,24 +170,61 @@ bool WeightCache::keeps(const Tensor& part) {
   return false;
 }
 
+namespace {
+
+template <class F>
+void each_state(const OpQuantization& own, F&& f) {
+  for (const auto* quantizers : {&own.forward, &own.backward}) {
+    for (const auto& quantizer : *quantizers) {
+      if (quantizer == nullptr || quantizer->delayed == nullptr) continue;
+      if (quantizer->delayed->recipe) f(*quantizer, *quantizer->delayed);
+    }
+  }
+}
+
+}  // namespace
+
+void OpQuantization::follow(const RecipePtr& by) const {
+  if (!is_delayed) return;
+  const auto now = std::static_pointer_cast<const DelayedScaling>(by);
+  each_state(*this, [&](const Quantizer& quantizer, DelayedScale& state) {
+    state.follow(now, max_value(quantizer.format_tag().element));
+  });
+}
+
+bool OpQuantization::follows(const RecipePtr& by) const {
+  if (!is_delayed) return true;
+  bool all = true;
+  each_state(*this, [&](const Quantizer&, const DelayedScale& state) {
+    all = all && state.recipe.is(static_cast<const DelayedScaling*>(by.get()));
+  });
+  return all;
+}
+
+RecipePtr OpQuantization::recipe_now() const {
+  RecipePtr now;
+  if (is_delayed) {
+    each_state(*this, [&](const Quantizer&, const DelayedScale& state) {
+      if (now == nullptr) now = state.recipe.load();
+    });
+  }
+  return now != nullptr ? now : recipe;
+}
+
 void OpQuantization::move_to(at::Device device) {
   if (device.is_meta()) return;
   const c10::InferenceMode no_inference(false);
   const at::NoGradGuard no_grad;
-  for (const auto* quantizers : {&forward, &backward}) {
-    for (const auto& quantizer : *quantizers) {
-      DelayedScale* delayed = quantizer != nullptr ? quantizer->delayed.get() : nullptr;
-      if (delayed == nullptr || delayed->recipe == nullptr) continue;
-      for (Tensor* tensor : {&delayed->scale, &delayed->amax, &delayed->history}) {
-        if (tensor->device() == device) continue;
-        LIGATURE_CHECK_STATE(!cuda::is_captured(device),
-                             "what delayed scaling remembers cannot move to ", device,
-                             " while a CUDA graph is captured; run a step there before");
-        *tensor = tensor->to(device);
-      }
-      if (delayed->graph_scale.defined()) delayed->graph_scale = delayed->scale;
+  each_state(*this, [&](const Quantizer&, DelayedScale& delayed) {
+    for (Tensor* tensor : {&delayed.scale, &delayed.amax, &delayed.history}) {
+      if (tensor->device() == device) continue;
+      LIGATURE_CHECK_STATE(!cuda::is_captured(device),
+                           "what delayed scaling remembers cannot move to ", device,
+                           " while a CUDA graph is captured; run a step there before");
+      *tensor = tensor->to(device);
     }
-  }
+    if (delayed.graph_scale.defined()) delayed.graph_scale = delayed.scale;
+  });
 }
 
 Value quantize_to(const Value& x, const Target& target, at::ScalarType dtype) {

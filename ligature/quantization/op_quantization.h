@@ -25,7 +25,7 @@ void note_weights_changed();
 void note_graph_writes(at::TensorList weights);
 
 /// A weight in low precision, made once per version of the parameter.
-class WeightCache {
+class WeightCache : public std::enable_shared_from_this<WeightCache> {
  public:
   /// The weight as it was quantized last, or quantized anew when it has changed.
   QuantizedPtr get(const Tensor& weight, const Quantizer& quantizer, Usage usage);
@@ -34,6 +34,7 @@ class WeightCache {
   bool keeps(const Tensor& part);
 
  private:
+  /// What the counters say; a write that they miss is found by the hash.
   bool holds(const Tensor& weight, Usage usage) const;
   bool has_factor_of(const Quantizer& quantizer) const;
 
@@ -42,7 +43,10 @@ class WeightCache {
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
   uint32_t version_ = 0;
   const void* data_ = nullptr;
-  uint64_t sample_ = 0;
+  /// On the CPU a hash of the weight's bytes, unknown where it was not asked for a second time
+  /// lately; on a GPU the number of note_weights_changed().
+  std::optional<uint64_t> content_;
+  bool asked_again_ = true;            // since it was last seen to have changed
   std::optional<c10::Stream> stream_;  // on a GPU: where it was made, the only one to wait for it
   Tensor factor_;                      // delayed scaling on a GPU: what it was made with,
   uint64_t updates_ = 0;               // how often that had been set,
@@ -54,11 +58,21 @@ class WeightCache {
 };
 
 struct OpQuantization {
-  RecipePtr recipe;
+  RecipePtr recipe;                                 ///< the first of those with its plan key
   std::vector<std::shared_ptr<Quantizer>> forward;  ///< null entries stay in high precision
   std::vector<std::shared_ptr<Quantizer>> backward;
-  WeightCache weight;
+  /// Shared by the recipes of an operation that quantize its weight alike.
+  std::shared_ptr<WeightCache> weight = std::make_shared<WeightCache>();
 
+  bool is_delayed = false;  ///< is the recipe DelayedScaling?
+
+  /// From now on the state of delayed scaling follows this recipe: its own, or one with the same
+  /// plan key.
+  void follow(const RecipePtr& by) const;
+  /// Does it follow it? True for other recipes.
+  bool follows(const RecipePtr& by) const;
+  /// The one that it follows; for other recipes its own.
+  RecipePtr recipe_now() const;
   /// What delayed scaling remembers goes where the operation computes now.
   void move_to(at::Device device);
 

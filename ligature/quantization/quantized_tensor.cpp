@@ -1,6 +1,7 @@
 #include "ligature/quantization/quantized_tensor.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 
 #include "ligature/check.h"
@@ -70,6 +71,13 @@ int64_t QuantizedTensor::bytes() const {
   int64_t sum = 0;
   for (const at::Tensor& t : tensors()) sum += t.nbytes();
   return sum;
+}
+
+bool QuantizedTensor::is_inference() const {
+  for (const at::Tensor* t : all_of(parts_)) {
+    if (t->defined()) return t->is_inference();
+  }
+  return c10::InferenceMode::is_enabled();
 }
 
 at::Tensor QuantizedTensor::dequantize(std::optional<at::ScalarType> dtype) const {
@@ -195,6 +203,8 @@ void attach_quantized(const at::Tensor& wrapper, QuantizedPtr quantized) {
 }
 
 at::Tensor wrap_quantized(const QuantizedPtr& quantized) {
+  // It shares the memory of its parts, so it counts versions where they do.
+  const c10::InferenceMode as_parts(quantized->is_inference());
   if (wrapper_hook()) return wrapper_hook()(quantized);
   const at::Tensor empty =
       at::empty({0}, at::TensorOptions(quantized->dtype()).device(quantized->device()));

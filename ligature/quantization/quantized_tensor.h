@@ -32,6 +32,8 @@ class QuantizedTensor {
   int64_t rows() const;
   int64_t columns() const { return sizes_.back(); }
   int64_t bytes() const;
+  /// Are its parts inference tensors? Then what stands for it or for a view of it is one, too.
+  bool is_inference() const;
 
   const kernels::QuantizedMatrix& rowwise() const { return parts_.rowwise; }
   const kernels::QuantizedMatrix& columnwise() const { return parts_.columnwise; }

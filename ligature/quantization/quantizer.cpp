@@ -6,6 +6,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
+#include <cmath>
 #include <mutex>
 
 #include "ligature/backend/cuda/gemm.h"
@@ -13,25 +15,20 @@
 #include "ligature/check.h"
 #include "ligature/kernels/log.h"
 #include "ligature/meta.h"
+#include "ligature/quantization/recipe.h"
+#include "ligature/readable.h"
 
 namespace ligature {
 namespace {
 
 thread_local DelayedSource* delayed_source = nullptr;
 
+std::string name_of_values() { return "a tensor to be quantized"; }
+
 uint64_t random_seed() {
   auto generator = at::detail::getDefaultCPUGenerator();
   std::lock_guard<std::mutex> lock(generator.mutex());
   return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
-}
-
-void check_format(const Format& f) {
-  const bool fp4 = f.element == Element::E2M1;
-  LIGATURE_CHECK(fp4 == (f.scaling == Scaling::NV), "blocks of 16 hold E2M1 values and nothing ",
-                 "else does, got ", element_name(f.element), " for ", f.name());
-  LIGATURE_CHECK(!f.block_2d || (!f.row_scaled && !f.hadamard),
-                 "a format with square blocks has no factor per row and no Hadamard transform");
-  LIGATURE_CHECK(f.amax_epsilon >= 0, "amax_epsilon must be zero or more, got ", f.amax_epsilon);
 }
 
 }  // namespace
@@ -51,7 +48,8 @@ void DelayedScale::set_scale(at::Tensor value) {
 }
 
 Quantizer::Quantizer(Format format, Usage usage_) : usage(usage_), format_(format) {
-  check_format(format_);
+  const std::string why = format_.why_not();
+  LIGATURE_CHECK(why.empty(), why);
 }
 
 std::string Quantizer::why_not(const at::Tensor& x) const {
@@ -101,17 +99,37 @@ QuantizedPtr Quantizer::assemble(kernels::QuantizedPair parts, at::IntArrayRef s
 }
 
 QuantizedPtr Quantizer::quantize(const at::Tensor& x, Usage wanted) const {
+  const at::Tensor read = is_readable(x) ? x : readable(x, name_of_values);
+  const std::string why = why_not(read);
+  LIGATURE_CHECK_TYPE(why.empty(), why);
+  const at::Tensor plain = read.is_contiguous() ? read : read.contiguous();
+  return assemble(kernels::quantize(plain, args(wanted, x.device())), x.sizes(), x.scalar_type());
+}
+
+QuantizedPtr Quantizer::fit(const at::Tensor& x, Usage wanted) const {
+  if (format_.scaling != Scaling::Delayed) return quantize(x, wanted);
   const std::string why = why_not(x);
   LIGATURE_CHECK_TYPE(why.empty(), why);
-  at::Tensor plain = x.is_contiguous() ? x : x.contiguous();
-  return assemble(kernels::quantize(plain, args(wanted, x.device())), x.sizes(), x.scalar_type());
+  const auto recipe = delayed != nullptr ? delayed->recipe.load() : nullptr;
+  // A margin below zero would cut values off.
+  const int64_t margin = recipe != nullptr ? std::clamp<int64_t>(recipe->options.margin, 0, 99) : 0;
+  kernels::QuantizeArgs how;
+  how.format = format_;
+  how.rowwise = wanted.rowwise;
+  how.columnwise = wanted.columnwise;
+  how.fit_to = std::ldexp(max_value(format_.element), -static_cast<int>(margin));
+  const at::Tensor plain = x.is_contiguous() ? x : x.contiguous();
+  return assemble(kernels::quantize(plain, how), x.sizes(), x.scalar_type());
 }
 
 void Quantizer::update(const at::Tensor& x, QuantizedTensor& to) const {
   LIGATURE_CHECK(x.sizes() == to.sizes(), "wanted a tensor of shape ", sizes_string(to.sizes()),
                  ", got ", sizes_string(x.sizes()));
   const Usage present{to.rowwise().defined(), to.columnwise().defined()};
-  to.copy_from(*quantize(x.to(to.device()), present)->with_dtype(to.dtype()));
+  const bool own_scale = delayed != nullptr && delayed->recipe;
+  const at::Tensor here = x.to(to.device());
+  const QuantizedPtr made = own_scale ? fit(here, present) : quantize(here, present);
+  to.copy_from(*made->with_dtype(to.dtype()));
 }
 
 QuantizedPtr Quantizer::make_empty(at::IntArrayRef sizes, at::ScalarType dtype,
@@ -141,13 +159,31 @@ QuantizerPtr Quantizer::again(const at::Tensor& scale) const {
   return made;
 }
 
-void Quantizer::calibrate(const at::Tensor& x) const {
-  if (format_.scaling != Scaling::Delayed || x.is_meta()) return;
+// Undefined where nothing is to be noted.
+at::Tensor Quantizer::noted_amax() const {
+  if (format_.scaling != Scaling::Delayed) return {};
   bool record = true;
   if (delayed_source != nullptr) delayed_source->scale_of(delayed, record);
-  if (!record) return;
-  at::Tensor amax = delayed_source != nullptr ? delayed_source->amax_of(delayed) : delayed->amax;
-  kernels::update_amax(x.is_contiguous() ? x : x.contiguous(), amax);
+  if (!record) return {};
+  return delayed_source != nullptr ? delayed_source->amax_of(delayed) : delayed->amax;
+}
+
+void Quantizer::calibrate(const at::Tensor& x) const {
+  if (x.is_meta()) return;
+  if (at::Tensor amax = noted_amax(); amax.defined()) {
+    const at::Tensor read = readable(x, name_of_values);
+    kernels::update_amax(read.is_contiguous() ? read : read.contiguous(), amax);
+  }
+}
+
+void Quantizer::calibrate(const QuantizedTensor& x) const {
+  if (x.device().is_meta()) return;
+  at::Tensor amax = noted_amax();
+  if (!amax.defined()) return;
+  if (!x.format_tag().per_tensor()) return kernels::update_amax(x.dequantize(), amax);
+  const bool rows = x.rowwise().defined();
+  kernels::update_amax(rows ? x.rowwise() : x.columnwise(), x.format_tag(),
+                       rows ? x.columns() : x.rows(), amax);
 }
 
 std::shared_ptr<Quantizer> make_delayed_quantizer(Element element, int64_t history,
@@ -161,7 +197,8 @@ std::shared_ptr<Quantizer> make_delayed_quantizer(Element element, int64_t histo
   format.scaling = Scaling::Delayed;
   format.element = element;
   auto made = std::make_shared<Quantizer>(format);
-  const auto options = at::TensorOptions(at::kFloat).device(device);
+  // A model on the meta device remembers nothing yet; its state goes where the model will go.
+  const auto options = at::TensorOptions(at::kFloat).device(device.is_meta() ? at::kCPU : device);
   made->delayed = std::make_shared<DelayedScale>();
   made->delayed->scale = at::full({1}, 1.0f, options);
   made->delayed->amax = at::zeros({1}, options);

@@ -2,6 +2,8 @@
 // largest values with the recipe's state.
 #pragma once
 
+#include <atomic>
+
 #include "ligature/quantization/quantized_tensor.h"
 
 namespace ligature {
@@ -16,6 +18,30 @@ struct Usage {
 
 class DelayedScaling;
 
+/// The recipe that delayed scaling follows. Threads may read it while another replaces it.
+class FollowedRecipe {
+ public:
+  using Pointer = std::shared_ptr<const DelayedScaling>;
+  FollowedRecipe() = default;
+  FollowedRecipe(const FollowedRecipe& other) { *this = other.load(); }
+  FollowedRecipe& operator=(const FollowedRecipe& other) { return *this = other.load(); }
+  FollowedRecipe& operator=(Pointer recipe) {
+    address_.store(recipe.get(), std::memory_order_relaxed);
+    recipe_.store(std::move(recipe));
+    return *this;
+  }
+  Pointer load() const { return recipe_.load(); }
+  Pointer operator->() const { return load(); }
+  bool is(const DelayedScaling* recipe) const {
+    return address_.load(std::memory_order_relaxed) == recipe;
+  }
+  explicit operator bool() const { return !is(nullptr); }
+
+ private:
+  std::atomic<Pointer> recipe_;
+  std::atomic<const DelayedScaling*> address_{nullptr};  // to be compared, without a count
+};
+
 /// What delayed scaling remembers of one tensor from step to step.
 struct DelayedScale {
   /// float [1]: values are multiplied by it; replaced, not overwritten (but by a captured or a
@@ -25,14 +51,19 @@ struct DelayedScale {
   at::Tensor history;  ///< float [amax_history_len]: earlier ones, the newest first
   float max_value = 448.0f;
   /// By which it is updated; null: by nobody, it is the user's own.
-  std::shared_ptr<const DelayedScaling> recipe;
+  FollowedRecipe recipe;
   /// The same tensor, where captured or compiled graphs read it: then it is overwritten.
   at::Tensor graph_scale;
   uint64_t updates = 0;  ///< how often it was set from here: a graph that runs is not counted
 
   void set_scale(at::Tensor value);
+  /// From now on this recipe updates it. Scale and history stay: the scale in relation to the
+  /// largest number of the format, the history as far as it is long enough, its newest entries.
+  void follow(const std::shared_ptr<const DelayedScaling>& by, float largest);
 };
 using DelayedScalePtr = std::shared_ptr<DelayedScale>;
+/// As long as `length`: the newest entries, and zeros where there are too few.
+at::Tensor resized_history(const at::Tensor& history, int64_t length);
 
 class Quantizer : public std::enable_shared_from_this<Quantizer> {
  public:
@@ -49,13 +80,17 @@ class Quantizer : public std::enable_shared_from_this<Quantizer> {
 
   virtual QuantizedPtr quantize(const at::Tensor& x, Usage usage) const;
   QuantizedPtr quantize(const at::Tensor& x) const { return quantize(x, usage); }
+  /// The same for values that are to be kept: with delayed scaling they get a scale of their own,
+  /// that holds their amax, and nothing is noted.
+  QuantizedPtr fit(const at::Tensor& x, Usage usage) const;
   /// For a kernel that quantizes its own result: what it has to know ...
   virtual kernels::QuantizeArgs args(Usage usage, at::Device device) const;
   /// ... and the tensor made of what it gives.
   QuantizedPtr assemble(kernels::QuantizedPair parts, at::IntArrayRef sizes,
                         at::ScalarType dtype) const;
 
-  /// Writes x into the memory of `to`, in to's format and orientations.
+  /// Writes x into the memory of `to`, in to's format and orientations. A quantizer that a recipe
+  /// updates gives it a scale of its own, as `fit`; one of the user's its scale.
   void update(const at::Tensor& x, QuantizedTensor& to) const;
   /// Of this shape, all zeros.
   QuantizedPtr make_empty(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) const;
@@ -63,6 +98,8 @@ class Quantizer : public std::enable_shared_from_this<Quantizer> {
   std::string why_not(const at::Tensor& x) const;
   /// Notes the largest magnitude without quantizing; nothing for formats that need none.
   void calibrate(const at::Tensor& x) const;
+  /// The same for a tensor that was quantized before and is computed with as it is.
+  void calibrate(const QuantizedTensor& x) const;
 
   /// Delayed scaling: the factor used now; undefined for other formats.
   at::Tensor delayed_scale() const;
@@ -79,6 +116,7 @@ class Quantizer : public std::enable_shared_from_this<Quantizer> {
   void* host = nullptr;
 
  private:
+  at::Tensor noted_amax() const;
   Format format_;
 };
 

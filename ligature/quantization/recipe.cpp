@@ -5,6 +5,7 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/max.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -48,7 +49,30 @@ void check_block_dim(const char* what, int64_t dim) {
 }  // namespace
 
 const char* fp8_format_name(Fp8Format format) {
+  LIGATURE_CHECK(format >= Fp8Format::E4M3 && format <= Fp8Format::Hybrid,
+                 "fp8_format must be E4M3, E5M2 or Hybrid, got number ", static_cast<int>(format));
   return format == Fp8Format::E4M3 ? "E4M3" : format == Fp8Format::E5M2 ? "E5M2" : "HYBRID";
+}
+
+const char* backward_override_name(BackwardOverride override_) {
+  return override_ == BackwardOverride::None            ? ""
+         : override_ == BackwardOverride::HighPrecision ? "high_precision"
+                                                        : "dequantized";
+}
+
+BackwardOverride backward_override_from(const std::string& recipe, const std::string& name) {
+  for (const auto known :
+       {BackwardOverride::None, BackwardOverride::HighPrecision, BackwardOverride::Dequantized}) {
+    if (name == backward_override_name(known)) return known;
+  }
+  LIGATURE_CHECK(false, "[", recipe,
+                 "] backward_override must be None, 'high_precision' or 'dequantized', got '", name,
+                 "'");
+}
+
+void Recipe::override_backward(BackwardOverride given) {
+  backward_override_ = given;
+  if (given != BackwardOverride::None) key_ += backward_override_name(given);
 }
 
 // ---- DelayedScaling
@@ -73,9 +97,9 @@ DelayedScaling::DelayedScaling(DelayedScalingOptions given)
                  "[DelayedScaling] amax_compute_algo must be 'max', 'most_recent' or a function, "
                  "got '",
                  options.amax_compute_algo, "'");
-  key_ = make_key("DelayedScaling", options.margin, fp8_format_name(options.fp8_format),
-                  options.amax_history_len, options.amax_compute_algo, options.reduce_amax,
-                  options.functions_key);
+  plan_key_ = make_key("DelayedScaling", options.margin, fp8_format_name(options.fp8_format),
+                       options.amax_history_len, options.amax_compute_algo, options.reduce_amax);
+  key_ = plan_key_ + options.functions_key;
 }
 
 std::shared_ptr<Quantizer> DelayedScaling::make_quantizer(const QuantizerRole& role,
@@ -84,6 +108,32 @@ std::shared_ptr<Quantizer> DelayedScaling::make_quantizer(const QuantizerRole& r
                                      device);
   made->delayed->recipe = std::static_pointer_cast<const DelayedScaling>(shared_from_this());
   return made;
+}
+
+at::Tensor resized_history(const at::Tensor& history, int64_t length) {
+  if (history.size(0) == length) return history;
+  at::Tensor out = at::zeros({length}, history.options());
+  const int64_t kept = std::min(length, history.size(0));
+  out.narrow(0, 0, kept).copy_(history.narrow(0, 0, kept));
+  return out;
+}
+
+void DelayedScale::follow(const std::shared_ptr<const DelayedScaling>& by, float largest) {
+  // Graphs know the history by its memory: for them it stays as long as it is.
+  const int64_t length = graph_scale.defined() ? history.size(0) : by->options.amax_history_len;
+  if (recipe.is(by.get()) && max_value == largest && history.size(0) == length) return;
+  const c10::InferenceMode no_inference(false);
+  const at::NoGradGuard no_grad;
+  LIGATURE_CHECK_STATE(
+      (max_value == largest && history.size(0) == length) || !cuda::is_captured(history),
+      "the history and the format of delayed scaling cannot change while a CUDA graph is captured; "
+      "run a step with this recipe before");
+  history = resized_history(history, length);
+  if (max_value != largest) {
+    set_scale(scale * (largest / max_value));
+    max_value = largest;
+  }
+  recipe = by;
 }
 
 namespace {
@@ -205,7 +255,8 @@ void DelayedScaling::update_all(const std::vector<DelayedScale*>& tensors,
     DelayedScale* tensor = tensors[k];
     const at::Tensor one =
         noted.defined() ? noted.narrow(0, static_cast<int64_t>(k), 1) : at::Tensor();
-    const DelayedScalingOptions& options = tensor->recipe->options;
+    const FollowedRecipe::Pointer recipe = tensor->recipe.load();
+    const DelayedScalingOptions& options = recipe->options;
     if (!cuda::runs(tensor->amax) || options.amax_function || options.scale_function ||
         !tensor->history.is_contiguous()) {
       update_one(*tensor, one);
@@ -230,6 +281,7 @@ Float8CurrentScaling::Float8CurrentScaling(Float8CurrentScalingOptions given)
                   options.use_power_2_scales, options.amax_epsilon,
                   key_of(options.split_accumulation));
   split_accumulation_ = options.split_accumulation;
+  override_backward(options.backward_override);
 }
 
 std::shared_ptr<Quantizer> Float8CurrentScaling::make_quantizer(const QuantizerRole& role,
@@ -257,6 +309,7 @@ Float8BlockScaling::Float8BlockScaling(Float8BlockScalingOptions given)
                   options.grad_block_scaling_dim, options.amax_epsilon,
                   key_of(options.split_accumulation));
   split_accumulation_ = options.split_accumulation;
+  override_backward(options.backward_override);
 }
 
 std::shared_ptr<Quantizer> Float8BlockScaling::make_quantizer(const QuantizerRole& role,
@@ -278,6 +331,7 @@ std::shared_ptr<Quantizer> Float8BlockScaling::make_quantizer(const QuantizerRol
 MXFP8BlockScaling::MXFP8BlockScaling(MXFP8BlockScalingOptions given) : options(std::move(given)) {
   key_ = make_key("MXFP8BlockScaling", fp8_format_name(options.fp8_format),
                   options.enable_2d_quantization);
+  override_backward(options.backward_override);
 }
 
 std::shared_ptr<Quantizer> MXFP8BlockScaling::make_quantizer(const QuantizerRole& role,
@@ -291,18 +345,32 @@ std::shared_ptr<Quantizer> MXFP8BlockScaling::make_quantizer(const QuantizerRole
 
 // ---- NVFP4BlockScaling
 
+namespace {
+
+void check_scope(const char* what, const std::string& where) {
+  LIGATURE_CHECK(where == "none" || where == "weights" || where == "activations" || where == "all",
+                 "[NVFP4BlockScaling] ", what,
+                 " must be 'none', 'weights', 'activations' or 'all', got '", where, "'");
+}
+
+bool is_in_scope(const std::string& where, const QuantizerRole& role) {
+  if (is_gradient(role)) return false;
+  return where == "all" || where == (is_weight(role) ? "weights" : "activations");
+}
+
+}  // namespace
+
 NVFP4BlockScaling::NVFP4BlockScaling(NVFP4BlockScalingOptions given) : options(std::move(given)) {
-  const std::string& where = options.nvfp4_4over6;
-  LIGATURE_CHECK(
-      where == "none" || where == "weights" || where == "activations" || where == "all",
-      "[NVFP4BlockScaling] nvfp4_4over6 must be 'none', 'weights', 'activations' or 'all', got '",
-      where, "'");
+  check_scope("nvfp4_4over6", options.nvfp4_4over6);
+  check_scope("nvfp4_4over6_e4m3_use_256", options.nvfp4_4over6_e4m3_use_256);
   LIGATURE_CHECK(options.nvfp4_4over6_err_mode == "MAE" || options.nvfp4_4over6_err_mode == "MSE",
                  "[NVFP4BlockScaling] nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got '",
                  options.nvfp4_4over6_err_mode, "'");
-  key_ = make_key("NVFP4BlockScaling", options.disable_rht, options.disable_stochastic_rounding,
-                  options.disable_2d_quantization, options.row_scaled_activation, where,
-                  options.nvfp4_4over6_err_mode);
+  key_ =
+      make_key("NVFP4BlockScaling", options.disable_rht, options.disable_stochastic_rounding,
+               options.disable_2d_quantization, options.row_scaled_activation, options.nvfp4_4over6,
+               options.nvfp4_4over6_e4m3_use_256, options.nvfp4_4over6_err_mode);
+  override_backward(options.backward_override);
 }
 
 std::shared_ptr<Quantizer> NVFP4BlockScaling::make_quantizer(const QuantizerRole& role,
@@ -316,23 +384,23 @@ std::shared_ptr<Quantizer> NVFP4BlockScaling::make_quantizer(const QuantizerRole
   format.hadamard = !weight && !options.disable_rht;
   format.stochastic_rounding = gradient && !options.disable_stochastic_rounding;
   format.row_scaled = !weight && !gradient && options.row_scaled_activation;
-  const std::string& where = options.nvfp4_4over6;
-  if (where == "all"       ? !gradient
-      : where == "weights" ? weight
-                           : where == "activations" && !weight && !gradient) {
+  if (is_in_scope(options.nvfp4_4over6, role)) {
     format.four_over_six = options.nvfp4_4over6_err_mode == "MAE" ? FourOverSix::MeanAbsolute
                                                                   : FourOverSix::MeanSquare;
+    format.scales_to_448 = !is_in_scope(options.nvfp4_4over6_e4m3_use_256, role);
   }
   return std::make_shared<Quantizer>(format);
 }
 
 // ---- CustomRecipe
 
-CustomRecipe::CustomRecipe(Factory factory, const std::string& factory_key)
+CustomRecipe::CustomRecipe(Factory factory, const std::string& factory_key,
+                           BackwardOverride backward_override)
     : factory_(std::move(factory)) {
   static std::atomic<uint64_t> made{0};
   LIGATURE_CHECK(factory_ != nullptr, "[CustomRecipe] qfactory must be a function, got none");
   key_ = make_key("CustomRecipe", factory_key.empty() ? std::to_string(++made) : factory_key);
+  override_backward(backward_override);
 }
 
 std::shared_ptr<Quantizer> CustomRecipe::make_quantizer(const QuantizerRole& role,

@@ -28,23 +28,51 @@ struct SplitAccumulation {
   bool forward = false, input_grad = true, weight_grad = true;
 };
 
+/// What the GEMMs of a linear's backward compute with. Unless it is None, gradients are not
+/// quantized, and backward runs in the compute dtype.
+enum class BackwardOverride {
+  None,           ///< operands as the recipe quantizes them
+  HighPrecision,  ///< the input and the weight as they were before they were quantized
+  Dequantized,    ///< what the forward GEMM computed with, dequantized
+};
+/// None as "", "high_precision", "dequantized".
+const char* backward_override_name(BackwardOverride override_);
+BackwardOverride backward_override_from(const std::string& recipe, const std::string& name);
+
 class Recipe : public std::enable_shared_from_this<Recipe> {
  public:
   virtual ~Recipe() = default;
   /// "DelayedScaling"
   virtual std::string name() const = 0;
-  /// Equal keys mean equal plans and one state: the type and every field.
+  /// Equal keys mean equal recipes: the type and every field.
   const std::string& key() const { return key_; }
+  /// Equal ones mean equal plans and equal formats: all but functions that choose scales.
+  const std::string& plan_key() const { return plan_key_.empty() ? key_ : plan_key_; }
   /// Null: this tensor stays in high precision.
   virtual std::shared_ptr<Quantizer> make_quantizer(const QuantizerRole& role,
                                                     at::Device device) const = 0;
   const SplitAccumulation& split_accumulation() const { return split_accumulation_; }
+  BackwardOverride backward_override() const { return backward_override_; }
+  /// Of the orientations that an operation computes with, those that it is given in low precision.
+  Usage quantized_usage(Usage wanted) const {
+    return {wanted.rowwise, wanted.columnwise && backward_override_ == BackwardOverride::None};
+  }
+  /// Must an operation that uses its input like this in forward and backward be given it in high
+  /// precision?
+  bool takes_high_precision(Usage wanted) const {
+    return wanted.columnwise && backward_override_ == BackwardOverride::HighPrecision;
+  }
   /// What stands for it in a host language; not owned.
   void* host = nullptr;
 
  protected:
+  /// Also makes it a part of the key.
+  void override_backward(BackwardOverride given);
+
   std::string key_;
+  std::string plan_key_;  ///< empty: the same
   SplitAccumulation split_accumulation_;
+  BackwardOverride backward_override_ = BackwardOverride::None;
 };
 using RecipePtr = std::shared_ptr<const Recipe>;
 
@@ -61,7 +89,8 @@ struct DelayedScalingOptions {
   std::string functions_key = "";  ///< tells such functions apart
 };
 
-/// One factor per tensor, chosen from the largest values of earlier steps. Example:
+/// One factor per tensor, chosen from the largest values of earlier steps. An operation has one
+/// state for all recipes of this kind: fields may change from step to step. Example:
 /// ```
 /// auto recipe = std::make_shared<DelayedScaling>(DelayedScalingOptions{.amax_history_len = 16});
 /// Autocast autocast({.recipe = recipe});
@@ -86,6 +115,7 @@ struct Float8CurrentScalingOptions {
   bool use_power_2_scales = false;
   float amax_epsilon = 0;
   SplitAccumulation split_accumulation = {};
+  BackwardOverride backward_override = BackwardOverride::None;
 };
 
 /// One factor per tensor, from its own largest value.
@@ -106,6 +136,7 @@ struct Float8BlockScalingOptions {
   int64_t grad_block_scaling_dim = 1;
   float amax_epsilon = 0;
   SplitAccumulation split_accumulation = {true, true, true};
+  BackwardOverride backward_override = BackwardOverride::None;
 };
 
 /// One factor per 1x128 block of activations and gradients and per 128x128 block of weights.
@@ -121,6 +152,7 @@ class Float8BlockScaling : public Recipe {
 struct MXFP8BlockScalingOptions {
   Fp8Format fp8_format = Fp8Format::E4M3;
   bool enable_2d_quantization = false;  ///< of weights
+  BackwardOverride backward_override = BackwardOverride::None;
 };
 
 /// A power of two per block of 32.
@@ -138,8 +170,12 @@ struct NVFP4BlockScalingOptions {
   bool disable_stochastic_rounding = false;
   bool disable_2d_quantization = false;
   bool row_scaled_activation = false;
-  std::string nvfp4_4over6 = "none";          ///< "weights", "activations" or "all"
+  std::string nvfp4_4over6 = "none";  ///< "weights", "activations" or "all"
+  /// Of which of them the block scales reach up to 256, so that both candidates can be stored;
+  /// those of the others reach up to 448.
+  std::string nvfp4_4over6_e4m3_use_256 = "all";
   std::string nvfp4_4over6_err_mode = "MAE";  ///< or "MSE"
+  BackwardOverride backward_override = BackwardOverride::None;
 };
 
 /// FP4 values with an E4M3 factor per block of 16 and a float factor above.
@@ -157,7 +193,8 @@ class CustomRecipe : public Recipe {
  public:
   using Factory = std::function<std::shared_ptr<Quantizer>(const QuantizerRole& role)>;
   /// `factory_key` tells factories apart; by default every recipe is another.
-  explicit CustomRecipe(Factory factory, const std::string& factory_key = "");
+  explicit CustomRecipe(Factory factory, const std::string& factory_key = "",
+                        BackwardOverride backward_override = BackwardOverride::None);
   std::string name() const override { return "CustomRecipe"; }
   std::shared_ptr<Quantizer> make_quantizer(const QuantizerRole& role,
                                             at::Device device) const override;

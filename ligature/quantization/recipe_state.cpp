@@ -7,13 +7,17 @@ namespace {
 
 using QuantizerList = std::vector<std::shared_ptr<Quantizer>>;
 
-std::vector<DelayedTensors> tensors_of(const QuantizerList& quantizers) {
+std::vector<DelayedTensors> tensors_of(const std::vector<DelayedScalePtr>& states,
+                                       RecipePtr& recipe) {
   std::vector<DelayedTensors> out;
-  for (const auto& quantizer : quantizers) {
+  for (const DelayedScalePtr& state : states) {
     DelayedTensors& tensors = out.emplace_back();
-    if (!has_recipe_state(quantizer)) continue;
-    const DelayedScale& delayed = *quantizer->delayed;
-    tensors = {delayed.scale.clone(), delayed.amax.clone(), delayed.history.clone()};
+    if (state == nullptr) continue;
+    const FollowedRecipe::Pointer followed = state->recipe.load();
+    // Graphs may have one of another length.
+    const Tensor history = resized_history(state->history, followed->options.amax_history_len);
+    tensors = {state->scale.clone(), state->amax.clone(), history.clone()};
+    recipe = followed;
   }
   return out;
 }
@@ -24,11 +28,11 @@ void check_fits(const BasicOperation& op, const QuantizerList& quantizers,
                  " quantizers, got recipe state for ", given.size());
   for (size_t i = 0; i < quantizers.size(); ++i) {
     if (!given[i].scale.defined() || !has_recipe_state(quantizers[i])) continue;
-    const Tensor& history = quantizers[i]->delayed->history;
+    const int64_t length = quantizers[i]->delayed->recipe->options.amax_history_len;
     LIGATURE_CHECK(given[i].scale.numel() == 1 && given[i].amax.numel() == 1 &&
-                       given[i].history.sizes() == history.sizes(),
+                       given[i].history.sizes() == at::IntArrayRef({length}),
                    "[", op.label(), "] recipe state must have a history of ",
-                   sizes_string(history.sizes()), ", got ", sizes_string(given[i].history.sizes()));
+                   sizes_string({length}), ", got ", sizes_string(given[i].history.sizes()));
   }
 }
 
@@ -38,13 +42,8 @@ void take(const QuantizerList& quantizers, const std::vector<DelayedTensors>& gi
     DelayedScale& to = *quantizers[i]->delayed;
     to.set_scale(given[i].scale.detach().to(to.amax.options()).reshape({1}).clone());
     to.amax.copy_(given[i].amax.detach().reshape({1}));
-    to.history.copy_(given[i].history.detach());
+    to.history.copy_(resized_history(given[i].history.detach(), to.history.size(0)));
   }
-}
-
-bool has_any(const std::vector<DelayedTensors>& tensors) {
-  return std::any_of(tensors.begin(), tensors.end(),
-                     [](const DelayedTensors& t) { return t.scale.defined(); });
 }
 
 }  // namespace
@@ -59,12 +58,11 @@ at::Device RecipeState::device() const {
 }
 
 std::vector<RecipeState> recipe_states(const BasicOperation& op) {
-  std::vector<RecipeState> out;
-  for (const OpQuantizationPtr& state : op.quantizations()) {
-    RecipeState one{state->recipe, tensors_of(state->forward), tensors_of(state->backward)};
-    if (has_any(one.forward) || has_any(one.backward)) out.push_back(std::move(one));
-  }
-  return out;
+  const BasicOperation::DelayedStates states = op.delayed_states();
+  RecipeState one;
+  one.forward = tensors_of(states.forward, one.recipe);
+  one.backward = tensors_of(states.backward, one.recipe);
+  return one.recipe != nullptr ? std::vector<RecipeState>{one} : std::vector<RecipeState>();
 }
 
 void load_recipe_state(BasicOperation& op, const RecipeState& given, at::Device device) {

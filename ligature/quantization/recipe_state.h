@@ -20,7 +20,7 @@ struct RecipeState {
   at::Device device() const;
 };
 
-/// For every recipe of delayed scaling, the last used one at the end. Copies.
+/// Of delayed scaling, with the recipe used last; empty before it was used. Copies.
 std::vector<RecipeState> recipe_states(const BasicOperation& op);
 /// Refuses state that does not fit before it changes any.
 void load_recipe_state(BasicOperation& op, const RecipeState& state, at::Device device);

@@ -121,7 +121,7 @@ class Call {
                          sizes_string(given.wrapper.sizes()), " as it is, got ",
                          sizes_string(given.values.sizes()));
     const QuantizedPtr quantized = quantized_of(given.wrapper);
-    write_quantized(quantized, given.values, *quantizer_for(quantized));
+    write_quantized(quantized, Value(given.values.detach()));
     if (!given.wrapper.is_inference()) given.wrapper.unsafeGetTensorImpl()->bump_version();
     if (given.values.grad_fn() != nullptr) {
       torch::autograd::impl::set_gradient_edge(given.wrapper,
@@ -208,7 +208,7 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
   if (other != nullptr && same_layout(*to, *other)) {
     write_quantized(to, other);
   } else {
-    write_quantized(to, plain_or_values(from.detach()).expand(self.sizes()), *quantizer_for(to));
+    write_quantized(to, Value(plain_or_values(from.detach()).expand(self.sizes())));
   }
   if (!self.is_inference()) self.unsafeGetTensorImpl()->bump_version();
   if (at::GradMode::is_enabled() && (from.requires_grad() || self.grad_fn() != nullptr)) {

@@ -8,12 +8,6 @@ const std::shared_ptr<Quantizer>& weight_quantizer(const OpQuantization& state) 
   return state.forward.size() > 1 ? state.forward[1] : none;
 }
 
-void begin_with(const Quantizer& quantizer, const Tensor& values) {
-  DelayedScale& delayed = *quantizer.delayed;
-  kernels::update_amax(values.detach().to(delayed.amax.options()).contiguous(), delayed.amax);
-  delayed.recipe->update(delayed);
-}
-
 // Below autograd nothing counts versions: here it is made sure that every write does.
 template <class F>
 void writing(const QuantizedTensor& to, F&& write) {
@@ -28,15 +22,17 @@ void writing(const QuantizedTensor& to, F&& write) {
   }
 }
 
-bool can_be_quantized(at::ScalarType dtype) {
-  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+Tensor quantizable(const Tensor& values) {
+  const Tensor plain = values.detach();
+  const at::ScalarType dtype = plain.scalar_type();
+  const bool fits = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+  return fits ? plain : plain.to(at::kFloat);
 }
 
 }  // namespace
 
 bool has_recipe_state(const QuantizerPtr& quantizer) {
-  return quantizer != nullptr && quantizer->delayed != nullptr &&
-         quantizer->delayed->recipe != nullptr;
+  return quantizer != nullptr && quantizer->delayed != nullptr && quantizer->delayed->recipe;
 }
 
 std::shared_ptr<Quantizer> quantizer_for(const QuantizedPtr& q) {
@@ -71,10 +67,12 @@ bool same_layout(const QuantizedTensor& a, const QuantizedTensor& b) {
 }
 
 void write_quantized(const QuantizedPtr& to, const Tensor& values, const Quantizer& quantizer) {
-  const Tensor plain = values.detach();
-  writing(*to, [&] {
-    quantizer.update(can_be_quantized(plain.scalar_type()) ? plain : plain.to(at::kFloat), *to);
-  });
+  writing(*to, [&] { quantizer.update(quantizable(values), *to); });
+}
+
+QuantizedPtr quantized_like(const QuantizedPtr& like, const Tensor& values) {
+  return quantizer_for(like)->fit(quantizable(values),
+                                  {like->rowwise().defined(), like->columnwise().defined()});
 }
 
 void write_quantized(const QuantizedPtr& to, const Value& values) {
@@ -82,7 +80,21 @@ void write_quantized(const QuantizedPtr& to, const Value& values) {
     if (values.quantized() != to) writing(*to, [&] { to->copy_from(*values.quantized()); });
     return;
   }
-  write_quantized(to, values.dequantized(), *quantizer_for(to));
+  const Tensor plain = values.dequantized();
+  LIGATURE_CHECK(plain.sizes() == to->sizes(), "wanted a tensor of shape ",
+                 sizes_string(to->sizes()), ", got ", sizes_string(plain.sizes()));
+  writing(*to, [&] {
+    to->copy_from(*quantized_like(to, plain.to(to->device()))->with_dtype(to->dtype()));
+  });
+}
+
+QuantizedPtr with_values(const QuantizedTensor& like, const Value& values) {
+  at::NoGradGuard no_grad;
+  auto made = like.map([&](const Tensor& part) {
+    return at::empty_like(part, part.options().device(values.device()));
+  });
+  write_quantized(made, values);
+  return made;
 }
 
 QuantizedPtr quantize_weight(BasicOperation& op, const RecipePtr& recipe, const Tensor& weight) {
@@ -92,15 +104,10 @@ QuantizedPtr quantize_weight(BasicOperation& op, const RecipePtr& recipe, const 
   const std::string why = quantizer->why_not(weight);
   LIGATURE_CHECK_TYPE(why.empty(), "[", op.label(), "] weight: ", why);
   at::NoGradGuard no_grad;
-  if (has_recipe_state(quantizer)) begin_with(*quantizer, weight);
-  return quantizer->quantize(weight.detach(), quantizer->usage_for({true, true}, weight.device()));
-}
-
-void expect_values(const Tensor& weight, const Value& values) {
-  const QuantizedPtr quantized = quantized_of(weight);
-  if (quantized == nullptr || !has_recipe_state(quantized->quantizer())) return;
-  at::NoGradGuard no_grad;
-  begin_with(*quantized->quantizer(), values.dequantized());
+  const Usage usage = quantizer->usage_for({true, true}, weight.device());
+  return has_recipe_state(quantizer) && !weight.is_meta()
+             ? quantizer->fit(weight.detach(), usage)
+             : quantizer->quantize(weight.detach(), usage);
 }
 
 void adopt_weight(const BasicOperation& op, const Tensor& weight) {

@@ -17,18 +17,21 @@ std::shared_ptr<Quantizer> deep_copy(const Quantizer& quantizer);
 
 /// The same format, shape and orientations.
 bool same_layout(const QuantizedTensor& a, const QuantizedTensor& b);
-/// Writes values into its memory: as they are where they have its layout, otherwise quantized.
-/// Counts as a new version of its parts.
+/// Writes values into its memory: as they are where they have its layout, otherwise quantized, with
+/// a scale that holds them. Counts as a new version of its parts.
 void write_quantized(const QuantizedPtr& to, const Value& values);
-/// The same, quantized by this one.
+/// The same, by this quantizer, as its `update`.
 void write_quantized(const QuantizedPtr& to, const Tensor& values, const Quantizer& quantizer);
+/// These values in its format and orientations, as if they had been written into it.
+QuantizedPtr quantized_like(const QuantizedPtr& like, const Tensor& values);
+
+/// The same format, dtype, orientations and quantizer with these values, where these are: for a
+/// weight that has no memory yet.
+QuantizedPtr with_values(const QuantizedTensor& like, const Value& values);
 
 /// The weight in the recipe's format, for forward and backward; null where the recipe leaves it in
-/// high precision. A factor of delayed scaling becomes that of its values.
+/// high precision. With delayed scaling it has a scale of its own.
 QuantizedPtr quantize_weight(BasicOperation& op, const RecipePtr& recipe, const Tensor& weight);
-/// Before a quantized weight is given values of which nothing is known yet: a factor of delayed
-/// scaling becomes theirs.
-void expect_values(const Tensor& weight, const Value& values);
 /// A weight that was copied or read belongs to this operation: it is quantized anew with the
 /// operation's own quantizer, where that has its format.
 void adopt_weight(const BasicOperation& op, const Tensor& weight);

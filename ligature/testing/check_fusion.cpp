@@ -42,13 +42,14 @@ class FusionCheck {
     PlanOptions out;
     out.dtype = dtypes_.input;
     out.device = *options_.device;
+    out.recipe = options_.recipe;
     out.recompute = options_.recompute;
     out.of_every_device = true;
     return out;
   }
 
   Forward runner(Plans& plans) {
-    return [this, &plans](const Data& data, Needs needs) {
+    return [this, &plans](const Data& data, const Needs& needs) {
       return run_plan(plans, subject_, data, needs, options_.seed);
     };
   }
@@ -60,14 +61,14 @@ class FusionCheck {
     return false;
   }
 
-  size_t first_backward_op(const Data& data, Needs needs) {
+  size_t first_backward_op(const Data& data, const Needs& needs) {
     const Call call = prepare_call(subject_, plain_.wiring(), data, needs).call;
     return plan_gradients(call, plain_.wiring(), subject_.ops.size()).first_backward_op;
   }
 
   void run_shape(const std::vector<ExampleShapes>& shapes, size_t index) {
     const std::string where = where_ + " " + to_string(shapes[index]);
-    const Needs all = comparison_.all();
+    const Needs& all = comparison_.all();
     const auto describe_all = ", " + describe_needs(all, comparison_.leaves());
     Data data;
     bool works = false;
@@ -77,7 +78,7 @@ class FusionCheck {
     });
     if (!works) return;
     const size_t failures = comparison_.num_failures();
-    for (const Needs needs : patterns(all, options_.max_patterns, options_.seed + index)) {
+    for (const Needs& needs : patterns(all, options_.max_patterns, options_.seed + index)) {
       run_pattern(where, data, needs);
     }
     comparison_.guarded(where + ", strided" + describe_all, [&] {
@@ -99,7 +100,7 @@ class FusionCheck {
     hazard([&](const std::string& w) { comparison_.compare_edited(w, data); });
   }
 
-  void run_pattern(const std::string& shape, const Data& data, Needs needs) {
+  void run_pattern(const std::string& shape, const Data& data, const Needs& needs) {
     const std::string where = shape + ", " + describe_needs(needs, comparison_.leaves());
     comparison_.guarded(where, [&] {
       const size_t first = first_backward_op(data, needs);

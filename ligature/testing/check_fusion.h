@@ -15,6 +15,9 @@ namespace ligature::testing {
 /// forward-only fusion runs with the unfused backward, and the contexts it leaves are compared too;
 /// a backward-only one runs after the unfused forward; a joint one is compared as a pair.
 ///
+/// With a recipe both compute in low precision. A fusion may quantize a value before the step that
+/// its basic operations quantize it after, so results may differ as far as the formats round.
+///
 /// It also finds an output that shares memory with an input, arguments that are changed, state kept
 /// on the fused operation, saved tensors that are missing or spoiled, gradients that are missing,
 /// needless, or of a wrong dtype or shape. Example:

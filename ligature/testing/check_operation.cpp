@@ -10,8 +10,8 @@ namespace ligature::testing {
 namespace {
 
 /// The formula as a forward, with copies of everything in float64.
-Graph run_formula(const Reference& reference, const Subject& subject, const Data& data, Needs needs,
-                  uint64_t seed) {
+Graph run_formula(const Reference& reference, const Subject& subject, const Data& data,
+                  const Needs& needs, uint64_t seed) {
   Graph graph;
   const auto leaf = [&](const Tensor& t) {
     const bool floating = at::isFloatingType(t.scalar_type());
@@ -45,12 +45,12 @@ class OperationCheck {
         subject_(subject),
         where_(name_of(subject) + ", " + to_string(dtypes)),
         plans_(subject, {}),
-        forward_([this](const Data& data, Needs needs) {
+        forward_([this](const Data& data, const Needs& needs) {
           return run_plan(plans_, subject_, data, needs, options_.seed);
         }),
         comparison_(report, options, subject, plans_.wiring(), dtypes,
                     {forward_,
-                     [this, &reference](const Data& data, Needs needs) {
+                     [this, &reference](const Data& data, const Needs& needs) {
                        return run_formula(reference, subject_, data, needs, options_.seed);
                      },
                      true}) {}
@@ -88,7 +88,7 @@ class OperationCheck {
 
   void run_shape(size_t index) {
     const std::string where = where_ + " " + to_string(shapes_[index]);
-    const Needs all = comparison_.all();
+    const Needs& all = comparison_.all();
     const auto describe_all = where + ", " + describe_needs(all, comparison_.leaves());
     Data data;
     bool works = false;
@@ -98,7 +98,7 @@ class OperationCheck {
     });
     if (!works) return;
     const size_t failures = comparison_.num_failures();
-    for (const Needs needs : patterns(all, options_.max_patterns, options_.seed + index)) {
+    for (const Needs& needs : patterns(all, options_.max_patterns, options_.seed + index)) {
       const std::string with = where + ", " + describe_needs(needs, comparison_.leaves());
       comparison_.guarded(with, [&] {
         comparison_.compare(with, data, needs);
@@ -125,7 +125,7 @@ class OperationCheck {
   }
 
   /// The gradients of each step, and what its compute half keeps.
-  void check_steps(const std::string& where, const Data& data, Needs needs) {
+  void check_steps(const std::string& where, const Data& data, const Needs& needs) {
     const Call call = prepare_call(subject_, plans_.wiring(), data, needs).call;
     const size_t first =
         plan_gradients(call, plans_.wiring(), subject_.ops.size()).first_backward_op;
@@ -218,6 +218,8 @@ class OperationCheck {
 
 Report check_operation(const MakeSubject& make, const Reference& reference,
                        const std::vector<ExampleShapes>& shapes, CheckOptions given) {
+  LIGATURE_CHECK(given.recipe == nullptr,
+                 "a formula has no formats: an operation is checked without a recipe");
   const CheckOptions options = complete_options(std::move(given));
   LIGATURE_CHECK(!shapes.empty(), "a check needs at least one shape");
   Report report;

@@ -28,6 +28,18 @@ double tolerance_of(at::ScalarType dtype) {
   }
 }
 
+double rounding_of(Element element) {
+  switch (element) {
+    case Element::E4M3:
+      return 0x1p-4;
+    case Element::E5M2:
+      return 0x1p-3;
+    case Element::E2M1:
+      return 0x1p-2;
+  }
+  return 0;
+}
+
 namespace {
 
 /// Values are of order one; a result much smaller is a difference of such.

@@ -5,12 +5,17 @@
 
 #include <string>
 
+#include "ligature/quantization/format.h"
+
 namespace ligature::testing {
 
 using at::Tensor;
 
 /// Relative to the size of the values; one table by dtype.
 double tolerance_of(at::ScalarType dtype);
+
+/// How far an element type rounds a value, relative to it.
+double rounding_of(Element element);
 
 /// How `actual` differs from `expected`; empty when it does not. An element may be off by
 /// `tolerance` times its own size and that of a typical element, and by `spread` where it is given.

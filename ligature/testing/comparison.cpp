@@ -23,9 +23,9 @@ Comparison::Comparison(Report& report, const CheckOptions& options, const Subjec
       leaves_(leaf_names(subject, wiring)),
       outputs_(output_names(subject, wiring)),
       overwritten_(leaves_.size()) {
-  LIGATURE_CHECK(leaves_.size() < 64, "a check takes up to 63 inputs and parameters, got ",
-                 leaves_.size());
-  all_ = (Needs{1} << leaves_.size()) - 1;
+  LIGATURE_CHECK(leaves_.size() <= kMostLeaves, "a check takes up to ", kMostLeaves,
+                 " inputs and parameters, got ", leaves_.size());
+  for (size_t i = 0; i < leaves_.size(); ++i) all_.set(i);
   for (const auto& params : subject.params) {
     for (const Tensor& param : params) {
       params_.push_back(param);
@@ -43,6 +43,16 @@ Comparison::Comparison(Report& report, const CheckOptions& options, const Subjec
   tolerance_ = std::max(tolerance_of(dtypes.input), tolerance_of(dtypes.params));
   if (options.autocast) tolerance_ = std::max(tolerance_, tolerance_of(*options.autocast));
   tolerance_ *= options.tolerance;
+  if (options.recipe == nullptr) return;
+  for (const auto& op : subject.ops) {
+    for (const auto& roles : {op->forward_quantizer_roles(), op->backward_quantizer_roles()}) {
+      for (const QuantizerRole& role : roles) {
+        const auto quantizer = options.recipe->make_quantizer(role, *options.device);
+        if (quantizer == nullptr || !quantizer->is_native()) continue;
+        rounding_ = std::max(rounding_, rounding_of(quantizer->format_tag().element));
+      }
+    }
+  }
 }
 
 void Comparison::fail(const std::string& where, const std::string& what) {
@@ -153,8 +163,9 @@ Comparison::Values Comparison::spread(const Values& expected, const Data& data,
   auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed + 7);
   const auto moved = [&](const Tensor& t) {
     const Tensor noise = at::rand(t.sizes(), generator, at::TensorOptions(at::kDouble)) * 2 - 1;
-    const Tensor factor = 1 + noise.to(t.device()) * (tolerance_ / 4);
-    return copy_of(t).copy_(t.detach().to(at::kDouble) * factor);
+    const Tensor factor = 1 + noise.to(t.device()) * std::max(tolerance_ / 4, rounding_);
+    const Tensor copy = t.is_non_overlapping_and_dense() ? copy_of(t) : t.contiguous();
+    return copy.copy_(t.detach().to(at::kDouble) * factor);
   };
   Values out;
   out.outputs.resize(expected.outputs.size());
@@ -176,7 +187,9 @@ Comparison::Values Comparison::spread(const Values& expected, const Data& data,
         if (at::isFloatingType(param.scalar_type())) param.copy_(moved(snapshots_[i]));
       }
     }
-    other.grad_outputs = data.grad_outputs;
+    for (const Tensor& grad : data.grad_outputs) {
+      other.grad_outputs.push_back(rounding_ > 0 ? moved(grad) : grad);
+    }
     const Graph graph = sides_.expected(other, choice.needs);
     const Gradients grads = gradients(graph, other, choice.wanted, false, choice.outputs);
     for (size_t k = 0; k < out.outputs.size(); ++k) {
@@ -199,7 +212,7 @@ double Comparison::tolerance_for(const Tensor& expected) const {
 /// outputs have a gradient, and to a formula.
 bool Comparison::missing(const Tensor& actual, const Tensor& expected, const Choice& choice) const {
   if (actual.defined() == expected.defined()) return false;
-  const bool zeros_are_nothing = sides_.formula || choice.outputs != ~Needs{0};
+  const bool zeros_are_nothing = sides_.formula || choice.outputs != ~Needs();
   const Tensor& there = actual.defined() ? actual : expected;
   return !zeros_are_nothing || there.ne(0).any().item<bool>();
 }
@@ -278,7 +291,7 @@ void Comparison::compare_hazards(const std::string& where, const Values& actual,
 
 // ---- comparisons
 
-void Comparison::compare(const std::string& where, const Data& data, Needs needs) {
+void Comparison::compare(const std::string& where, const Data& data, const Needs& needs) {
   ++report_.runs;
   const Choice choice{needs, needs};
   const Values expected = evaluate(sides_.expected, data, choice);

@@ -32,11 +32,11 @@ class Comparison {
 
   const std::vector<std::string>& leaves() const { return leaves_; }
   /// Every leaf that can have a gradient.
-  Needs all() const { return all_; }
+  const Needs& all() const { return all_; }
 
   // Each adds to the report; `where` begins its messages.
   /// Outputs, gradients, shared memory, changed arguments.
-  void compare(const std::string& where, const Data& data, Needs needs);
+  void compare(const std::string& where, const Data& data, const Needs& needs);
   /// Gradients of single leaves, and through single outputs.
   void compare_narrower(const std::string& where, const Data& data);
   /// A second backward through the same graph.
@@ -63,7 +63,7 @@ class Comparison {
   struct Choice {
     Needs needs;
     Needs wanted;
-    Needs outputs = ~Needs{0};
+    Needs outputs = ~Needs();
   };
 
   /// Gradients to be taken of a graph, and what they should be.
@@ -76,7 +76,8 @@ class Comparison {
   };
 
   Values evaluate(const Forward& forward, const Data& data, const Choice& choice);
-  /// How far the expected values move when what they are computed from moves by a rounding.
+  /// How far the expected values move when what they are computed from moves by a rounding: of its
+  /// dtype, or under a recipe of its format.
   Values spread(const Values& expected, const Data& data, const Choice& choice, int tries);
   std::vector<bool> changed_leaves(const Graph& graph, const Data& data) const;
   void restore_parameters() const;
@@ -97,8 +98,9 @@ class Comparison {
   std::vector<Tensor> params_;     // of all operations, in order
   std::vector<Tensor> snapshots_;  // of the parameters
   std::vector<bool> overwritten_;  // by leaf: an operation says that it writes to it
-  Needs all_ = 0;
+  Needs all_;
   double tolerance_;
+  double rounding_ = 0;  // of the recipe's formats
 };
 
 }  // namespace ligature::testing

@@ -6,12 +6,13 @@
 #include <c10/core/GradMode.h>
 
 #include "ligature/fuser/builtin_scope.h"
+#include "ligature/fuser/forward_run.h"
 #include "ligature/testing/compare.h"
 
 namespace ligature::testing {
 
 DirectRun::DirectRun(std::shared_ptr<const Plan> plan, const Subject& subject, const Data& data,
-                     Needs needs, uint64_t seed)
+                     const Needs& needs, uint64_t seed)
     : inputs(subject.ops.size()),
       plan_(std::move(plan)),
       subject_(subject),
@@ -30,8 +31,7 @@ DirectRun::DirectRun(std::shared_ptr<const Plan> plan, const Subject& subject, c
     args.params = subject_.params[i];
     args.requires_grad = grads_.flags[i];
     args.training = subject.training[i];
-    if (i > 0) args.prev_op_grad_output_quantizer = plan_->grad_output_quantizers[i - 1].get();
-    if (i + 1 < n) args.next_op_input_quantizer = plan_->input_quantizers[i + 1].get();
+    give_quantizers(*plan_, grads_.flags, i, args, (*contexts_)[i]);
     if (at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device)) {
       args.autocast_dtype = at::autocast::get_autocast_dtype(device);
     }
@@ -62,9 +62,12 @@ void DirectRun::forward() {
     StepScope scope(*step.op);
     if (before_step) before_step(step, x, args);
     FuserForwardResult result = step.op->fuser_forward(ctxs, x, args);
-    for (size_t k = 0; k < result.extra_outputs.size() && k < step.count; ++k) {
-      extra_outputs_[step.first + k] = std::move(result.extra_outputs[k]);
+    for (size_t k = 0; k < step.count; ++k) {
+      std::vector<Tensor>& outputs = extra_outputs_[step.first + k];
+      if (k < result.extra_outputs.size()) outputs = std::move(result.extra_outputs[k]);
+      outputs.resize(plan_->wiring->outputs[step.first + k].size());
     }
+    complete_contexts(*plan_, step, *contexts_, args_);
     x = std::move(result.output);
   }
   output_dtype_ = x.dtype();
@@ -106,6 +109,8 @@ void DirectRun::backward() {
       grad_extra_outputs[op].emplace_back();
       if (!given) continue;
       const Tensor& output = extra_outputs_[op][grad_extra_outputs[op].size() - 1];
+      LIGATURE_CHECK_STATE(output.defined(), "extra output ", grad_extra_outputs[op].size() - 1,
+                           " of ", place(plan_->basic_ops, op), " is missing");
       grad_extra_outputs[op].back() =
           data_.grad_outputs[1 + slot.caller].to(output.scalar_type(), false, /*copy=*/true);
     }
@@ -117,10 +122,12 @@ void DirectRun::backward() {
     if (end <= grads_.first_backward_op) break;
     std::vector<OperationContext*> ctxs;
     for (size_t op = step.first; op < end; ++op) {
+      check_usable((*contexts_)[op]);
       ctxs.push_back(&(*contexts_)[op]);
       for (size_t j = 0; step.op->is_guest() && j < grad_extra_outputs[op].size(); ++j) {
         Tensor& grad = grad_extra_outputs[op][j];
-        if (!grad.defined()) grad = at::zeros_like(extra_outputs_[op][j]);
+        const Tensor& output = extra_outputs_[op][j];
+        if (!grad.defined() && output.defined()) grad = at::zeros_like(output);
       }
     }
     StepGradients given{
@@ -137,12 +144,14 @@ void DirectRun::backward() {
       for (size_t j = 0; j < slots.size() && j < result.grad_extra_inputs[k].size(); ++j) {
         const Tensor& grad = result.grad_extra_inputs[k][j];
         if (slots[j].caller != Wiring::kNone || !grad.defined()) continue;
+        if (slots[j].producer >= step.first) continue;  // inside the step
         Tensor& sum = grad_extra_outputs[slots[j].producer][slots[j].output];
         sum = sum.defined() ? at::add(sum, grad) : grad;
       }
     }
     dy = result.grad_input;
     backward_steps.push_back(std::move(given));
+    if (!dy.defined()) break;  // complained of where one is needed
   }
   for (const SavedCopy& copy : copies) {
     if (!same_bits(copy.saved, copy.before)) overwritten.push_back(copy.what);

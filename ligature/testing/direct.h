@@ -14,8 +14,8 @@ namespace ligature::testing {
 
 class DirectRun {
  public:
-  DirectRun(std::shared_ptr<const Plan> plan, const Subject& subject, const Data& data, Needs needs,
-            uint64_t seed);
+  DirectRun(std::shared_ptr<const Plan> plan, const Subject& subject, const Data& data,
+            const Needs& needs, uint64_t seed);
 
   void forward();
   void backward();

@@ -55,8 +55,8 @@ class Nudge {
 }  // namespace
 
 std::vector<std::string> numeric_differences(const Forward& forward, const Data& given,
-                                             const std::vector<std::string>& names, Needs leaves,
-                                             double tolerance) {
+                                             const std::vector<std::string>& names,
+                                             const Needs& leaves, double tolerance) {
   Data data = given;
   const Graph graph = forward(data, leaves);
   const std::vector<Tensor> found = gradients(graph, data, leaves).of_leaves;

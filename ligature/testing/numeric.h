@@ -12,7 +12,7 @@ namespace ligature::testing {
 /// How the gradients that `forward` gives differ from those that its outputs tell. Of large tensors
 /// some elements are tried.
 std::vector<std::string> numeric_differences(const Forward& forward, const Data& data,
-                                             const std::vector<std::string>& names, Needs leaves,
-                                             double tolerance);
+                                             const std::vector<std::string>& names,
+                                             const Needs& leaves, double tolerance);
 
 }  // namespace ligature::testing

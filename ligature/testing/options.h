@@ -42,7 +42,7 @@ enum class ContextMatch {
 };
 
 struct CheckOptions {
-  std::vector<Dtypes> dtypes{at::kDouble, at::kFloat, at::kBFloat16};
+  std::vector<Dtypes> dtypes;        ///< empty: float64 (without a recipe), float32 and bfloat16
   std::optional<at::Device> device;  ///< where operations are made by default
   uint64_t seed = 0;
   /// How many choices of the tensors that need gradients are tried, at most. As many subsets as
@@ -52,6 +52,7 @@ struct CheckOptions {
   ContextMatch contexts = ContextMatch::Exact;
   Recompute recompute = Recompute::Cheap;  ///< what joint fusions may do
   std::optional<at::ScalarType> autocast;  ///< runs everything under autocast to this dtype
+  RecipePtr recipe;                        ///< runs a fusion in low precision
 
   bool may_alias = false;             ///< outputs may share memory with inputs
   bool may_give_unneeded = false;     ///< backward may give gradients that nobody needs

@@ -5,24 +5,24 @@
 
 namespace ligature::testing {
 
-std::vector<Needs> patterns(Needs possible, size_t limit, uint64_t seed) {
+std::vector<Needs> patterns(const Needs& possible, size_t limit, uint64_t seed) {
   std::vector<size_t> bits;
-  for (size_t i = 0; i < 64; ++i) {
+  for (size_t i = 0; i < kMostLeaves; ++i) {
     if (has(possible, i)) bits.push_back(i);
   }
   std::vector<Needs> out;
-  const auto add = [&](Needs needs) {
+  const auto add = [&](const Needs& needs) {
     if (out.size() < limit && std::find(out.begin(), out.end(), needs) == out.end()) {
       out.push_back(needs);
     }
   };
   add(possible);
-  add(0);
+  add({});
   if (bits.size() < 20 && (size_t{1} << bits.size()) <= limit) {
     for (size_t subset = 0; subset < (size_t{1} << bits.size()); ++subset) {
-      Needs needs = 0;
+      Needs needs;
       for (size_t k = 0; k < bits.size(); ++k) {
-        if (has(subset, k)) needs |= only(bits[k]);
+        if (((subset >> k) & 1U) != 0) needs.set(bits[k]);
       }
       add(needs);
     }
@@ -32,13 +32,15 @@ std::vector<Needs> patterns(Needs possible, size_t limit, uint64_t seed) {
   for (const size_t bit : bits) add(possible & ~only(bit));
   std::mt19937_64 random(seed);
   for (size_t tries = 0; out.size() < limit && tries < 8 * limit; ++tries) {
-    add(random() & possible);
+    Needs some;
+    for (const size_t bit : bits) some[bit] = (random() & 1U) != 0;
+    add(some);
   }
   return out;
 }
 
-std::string describe_needs(Needs needs, const std::vector<std::string>& names) {
-  if (needs == 0) return "nothing needs gradients";
+std::string describe_needs(const Needs& needs, const std::vector<std::string>& names) {
+  if (needs.none()) return "nothing needs gradients";
   std::vector<std::string> with;
   std::vector<std::string> without;
   for (size_t i = 0; i < names.size(); ++i) (has(needs, i) ? with : without).push_back(names[i]);

@@ -11,8 +11,8 @@
 
 namespace ligature::testing {
 
-Gradients gradients(const Graph& graph, const Data& data, Needs wanted, bool keep_graph,
-                    Needs outputs) {
+Gradients gradients(const Graph& graph, const Data& data, const Needs& wanted, bool keep_graph,
+                    const Needs& outputs) {
   Gradients result;
   result.of_leaves.resize(graph.leaves.size());
   result.changed.resize(graph.outputs.size());
@@ -52,18 +52,25 @@ std::vector<PlanStep> to_steps(const OpList& ops, size_t first = 0) {
   return steps;
 }
 
-void check_channels(const std::vector<PlanStep>& steps, const Wiring& wiring) {
-  for (const PlanStep& step : steps) {
-    if (step.op->handles_internal_channels()) continue;
-    for (size_t i = step.first; i < step.first + step.count; ++i) {
-      for (const Wiring::Input& input : wiring.inputs[i]) {
-        LIGATURE_CHECK_STATE(input.producer == Wiring::kNone || input.producer < step.first, "[",
-                             step.op->label(),
-                             "] covers both ends of a channel, but does not say that it runs it "
-                             "(handles_internal_channels)");
+/// What `op` has of the recipe, apart from its own state. Nobody updates a delayed scale, so that
+/// every run has the same.
+OpQuantizationPtr fixed_quantization(const BasicOperation& op, const PlanOptions& options) {
+  if (options.recipe == nullptr) return nullptr;
+  const auto make = [&](const std::vector<QuantizerRole>& roles) {
+    std::vector<std::shared_ptr<Quantizer>> out;
+    for (const QuantizerRole& role : roles) {
+      out.push_back(options.recipe->make_quantizer(role, options.device));
+      if (out.back() != nullptr && out.back()->delayed != nullptr) {
+        out.back()->delayed->recipe = nullptr;
       }
     }
-  }
+    return out;
+  };
+  auto made = std::make_shared<OpQuantization>();
+  made->recipe = options.recipe;
+  made->forward = make(op.forward_quantizer_roles());
+  made->backward = make(op.backward_quantizer_roles());
+  return made->forward.empty() && made->backward.empty() ? nullptr : made;
 }
 
 }  // namespace
@@ -111,14 +118,11 @@ std::shared_ptr<const Plan> Plans::get(size_t first_backward_op) {
   auto plan = std::make_shared<Plan>();
   plan->basic_ops = subject_.ops;
   plan->wiring = wiring_;
-  plan->has_extras = wiring_->has_extras();
   plan->first_backward_op = first_backward_op;
   plan->options = options_;
   plan->options.requires_grad = first_backward_op < subject_.ops.size();
   for (const auto& op : subject_.ops) {
-    plan->quantizations.push_back(nullptr);  // in high precision
-    plan->input_quantizers.push_back(op->get_input_quantizer());
-    plan->grad_output_quantizers.push_back(op->get_grad_output_quantizer());
+    add_quantizers(*plan, *op, fixed_quantization(*op, plan->options));
   }
   const OpList basic(subject_.ops.begin(), subject_.ops.end());
   plan->forward = plan->backward = to_steps(basic);
@@ -135,14 +139,14 @@ std::shared_ptr<const Plan> Plans::get(size_t first_backward_op) {
     plan->backward.resize(first_backward_op);
     for (auto& step : to_steps(fused, first_backward_op)) plan->backward.push_back(std::move(step));
   }
-  check_channels(plan->forward, *wiring_);
-  check_channels(plan->backward, *wiring_);
+  finish_plan(*plan);
   if (!fires) plan = nullptr;
   plans_.emplace(first_backward_op, plan);
   return plan;
 }
 
-Prepared prepare_call(const Subject& subject, const Wiring& wiring, const Data& data, Needs needs) {
+Prepared prepare_call(const Subject& subject, const Wiring& wiring, const Data& data,
+                      const Needs& needs) {
   Prepared out;
   Call& call = out.call;
   call.input = copy_of(data.input).set_requires_grad(has(needs, 0));
@@ -180,7 +184,8 @@ Prepared prepare_call(const Subject& subject, const Wiring& wiring, const Data& 
   return out;
 }
 
-Graph run_plan(Plans& plans, const Subject& subject, const Data& data, Needs needs, uint64_t seed) {
+Graph run_plan(Plans& plans, const Subject& subject, const Data& data, const Needs& needs,
+               uint64_t seed) {
   Prepared prepared = prepare_call(subject, plans.wiring(), data, needs);
   const GradPlan grads = plan_gradients(prepared.call, plans.wiring(), subject.ops.size());
   auto plan = plans.get(grads.first_backward_op);

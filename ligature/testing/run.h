@@ -27,15 +27,15 @@ struct Graph {
   std::vector<Tensor> outputs;
 };
 
-using Forward = std::function<Graph(const Data&, Needs)>;
+using Forward = std::function<Graph(const Data&, const Needs&)>;
 
 /// Gradients of the wanted leaves, through the chosen outputs; undefined where there is none.
 struct Gradients {
   std::vector<Tensor> of_leaves;
   std::vector<bool> changed;  ///< was this gradient of an output overwritten?
 };
-Gradients gradients(const Graph& graph, const Data& data, Needs wanted, bool keep_graph = false,
-                    Needs outputs = ~Needs{0});
+Gradients gradients(const Graph& graph, const Data& data, const Needs& wanted,
+                    bool keep_graph = false, const Needs& outputs = ~Needs());
 
 /// Plans of the operations by what runs in backward: unfused, or with one fusion in its pass, as
 /// the fuser would make them.
@@ -67,10 +67,12 @@ struct Prepared {
   Call call;
   Graph graph;  ///< without outputs
 };
-Prepared prepare_call(const Subject& subject, const Wiring& wiring, const Data& data, Needs needs);
+Prepared prepare_call(const Subject& subject, const Wiring& wiring, const Data& data,
+                      const Needs& needs);
 
 /// Runs a plan by the fuser's own executor. The random numbers of operations begin at `seed`.
-Graph run_plan(Plans& plans, const Subject& subject, const Data& data, Needs needs, uint64_t seed);
+Graph run_plan(Plans& plans, const Subject& subject, const Data& data, const Needs& needs,
+               uint64_t seed);
 
 /// Starts torch's random numbers of this device at `seed`.
 void seed_device(at::Device device, uint64_t seed);

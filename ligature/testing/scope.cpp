@@ -30,10 +30,16 @@ CheckOptions complete_options(CheckOptions options) {
   options.device = at::empty({0}, at::TensorOptions().device(device)).device();
   LIGATURE_CHECK(options.tolerance > 0, "tolerance must be positive, got ", options.tolerance);
   LIGATURE_CHECK(options.max_patterns > 0, "max_patterns must be positive, got 0");
+  if (options.dtypes.empty()) {
+    if (options.recipe == nullptr) options.dtypes.emplace_back(at::kDouble);
+    options.dtypes.insert(options.dtypes.end(), {at::kFloat, at::kBFloat16});
+  }
   for (const Dtypes& dtypes : options.dtypes) {
     for (const at::ScalarType dtype : {dtypes.input, dtypes.params}) {
       LIGATURE_CHECK_TYPE(at::isFloatingType(dtype), "dtypes must be floating, got ",
                           c10::toString(dtype));
+      LIGATURE_CHECK_TYPE(options.recipe == nullptr || dtype != at::kDouble,
+                          "dtypes must be float32, bfloat16 or float16 under a recipe, got Double");
     }
   }
   return options;

@@ -16,7 +16,8 @@ Subject subject_of(const OpList& ops) {
   for (const auto& op : subject.ops) {
     op->pre_first_fuser_forward();
     op->collect_parameters(subject.params.emplace_back());
-    subject.param_names.push_back(op->parameter_names());
+    const bool none = subject.params.back().empty();
+    subject.param_names.push_back(none ? std::vector<std::string>() : op->parameter_names());
     subject.training.push_back(op->parameter_owner().is_training());
   }
   subject.keep_alive = std::make_shared<OpList>(ops);

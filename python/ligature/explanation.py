@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import _C
+from ._checks import listed
 
 __all__ = ["Explanation", "PlanDiff", "explain", "strict"]
 
@@ -172,7 +173,7 @@ class strict:  # noqa: N801  used like a function
     """
 
     def __init__(self, *fusions: str | Iterable[str], where: str = "every") -> None:
-        names = strict_names([n for f in fusions for n in ([f] if isinstance(f, str) else f)])
+        names = [name for given in fusions for name in strict_names(given)]
         if where not in ("every", "any"):
             raise ValueError(f"strict: where must be 'every' or 'any', got {where!r}")
         self._scope = _C.StrictScope(names, where == "any")
@@ -192,7 +193,11 @@ class strict:  # noqa: N801  used like a function
 
 def strict_names(fusions: Iterable[str] | str) -> list[str]:
     """Checks a list of names of fusions."""
-    names = [fusions] if isinstance(fusions, str) else list(fusions)
+    names = (
+        [fusions]
+        if isinstance(fusions, str)
+        else listed("strict", "fusions", "a list of names", fusions)
+    )
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"strict: a fusion is named by a str, got {type(name).__name__}")

@@ -22,6 +22,7 @@ from .ops.builtin import default_device
 from .ops.composite import asking_for_composites
 from .ops.fuser import Fusion
 from .ops.fusible import FusibleOperation
+from .quantization.recipe import Recipe
 
 __all__ = ["DTYPES", "Report", "check_fusion", "check_operation"]
 
@@ -44,13 +45,14 @@ def check_fusion(
     *,
     kind: str | None = None,
     extra_shapes: Sequence[Any] | None = None,
-    dtypes: Sequence[Dtypes] = DTYPES,
+    dtypes: Sequence[Dtypes] | None = None,
     device: torch.device | str | None = None,
     max_patterns: int = 16,
     tolerance: float = 1.0,
     contexts: str = "exact",
     recompute: str = "cheap",
     autocast: torch.dtype | None = None,
+    recipe: Recipe | None = None,
     may_alias: bool = False,
     may_give_unneeded: bool = False,
     randomize_parameters: bool = True,
@@ -90,7 +92,8 @@ def check_fusion(
         kind: ``"forward"``, ``"backward"`` or ``"joint"``; found out for a registered fusion.
         extra_shapes: for each shape, the shapes of the extra inputs. Left out, they are worked out
             where the operations tell them.
-        dtypes: to try; a pair is the dtype of the input and that of the parameters.
+        dtypes: to try; a pair is the dtype of the input and that of the parameters. By default
+            :data:`DTYPES`, under a recipe without float64.
         device: as operations are made on it by default.
         max_patterns: how many choices of what needs gradients are tried, at most.
         tolerance: a factor of the tolerances.
@@ -98,6 +101,9 @@ def check_fusion(
             leave, ``"enough"`` allows others besides and attributes that are missing.
         recompute: what joint fusions may do, as for :class:`ligature.ops.Sequential`.
         autocast: runs everything under ``torch.autocast`` to this dtype.
+        recipe: runs everything in low precision. A fusion may quantize a value before the step that
+            its basic operations quantize it after, so results may differ as far as the formats
+            round.
         may_alias: outputs may share memory with inputs where those of the basic operations do not.
         may_give_unneeded: backward may give gradients that nobody needs.
         randomize_parameters: adds noise to the parameters; zeros and ones hide mistakes.
@@ -120,6 +126,10 @@ def check_fusion(
         raise TypeError(f"a fusion is a function, a Fusion or a name, got {type(fusion).__name__}")
     if kind not in _KINDS:
         raise ValueError(f"kind must be 'forward', 'backward' or 'joint', got {kind!r}")
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be a Recipe, got {type(recipe).__name__}")
+    if dtypes is None:
+        dtypes = DTYPES if recipe is None else DTYPES[1:]
     options = _options(
         dtypes=dtypes,
         device=device,
@@ -134,6 +144,8 @@ def check_fusion(
         sample=sample,
         seed=seed,
     )
+    if recipe is not None:
+        options["recipe"] = recipe._native
     examples = _examples(shapes, extra_shapes)
     return _proven(_C.check_fusion(kind, form, _maker(make_ops), examples, options))
 

@@ -17,8 +17,10 @@ void bind_graph(py::module_& m);
 void bind_guests(py::module_& m);
 void bind_registry(py::module_& m);
 void bind_fuser(py::module_& m);
+void bind_odd_tensors(py::module_& m);
 void bind_compile(py::module_& m);
 void bind_explain(py::module_& m);
 void bind_testing(py::module_& m);
+void bind_storage(py::module_& m);
 
 }  // namespace ligature::python

@@ -5,6 +5,7 @@
 #include "bindings.h"
 #include "host.h"
 #include "ligature/compile/flat.h"
+#include "ligature/modes.h"
 #include "plain.h"
 
 namespace ligature::python {
@@ -98,9 +99,11 @@ py::tuple delayed_tensors(int64_t number, const std::shared_ptr<Recipe>& recipe,
   {
     py::gil_scoped_release no_gil;
     const c10::InferenceMode no_inference(false);
+    const ModesHidden modes;
     std::vector<OpQuantizationPtr> states;
-    const auto fuser = compile::find_fuser(number);
-    for (const auto& op : fuser->basic_ops()) states.push_back(op->quantization(recipe, device));
+    for (const auto& op : compile::operations_of(number)) {
+      states.push_back(op->quantization(recipe, device));
+    }
     for (const DelayedScalePtr& delayed : compile::forward_delayed(states)) {
       if (!delayed->graph_scale.defined()) {
         delayed->graph_scale = delayed->scale.clone();
@@ -126,6 +129,18 @@ void bind_compile(py::module_& m) {
   m.def("trace_call", &trace);
   m.def("traced_layout", &layout);
   m.def("delayed_tensors", &delayed_tensors);
+  m.def("owner_of",
+        [](int64_t fuser, at::Device device) { return wrap(compile::owner_of(fuser, device)); });
+  m.def("is_known", &compile::is_known);
+  m.def("forward_flops", [](int64_t fuser, int64_t call, const std::vector<int64_t>& sizes) {
+    py::gil_scoped_release no_gil;
+    return compile::find_call(fuser, call)->forward_flops(sizes);
+  });
+  m.def("backward_flops", [](int64_t fuser, int64_t call, const std::vector<int64_t>& sizes,
+                             const std::vector<bool>& given) {
+    py::gil_scoped_release no_gil;
+    return compile::find_call(fuser, call)->backward_flops(sizes, given);
+  });
   m.def("traced_gradients", [](int64_t fuser, int64_t call, const std::vector<int64_t>& sizes,
                                const std::vector<bool>& given) {
     py::gil_scoped_release no_gil;

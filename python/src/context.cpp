@@ -49,6 +49,17 @@ void set_attribute(OperationContext& ctx, const std::string& name, const py::obj
   }
 }
 
+/// Bit i for flag i.
+py::int_ bits_of(const Flags& flags) {
+  py::object out = py::int_(0);
+  for (size_t word = 0; word < flags.size(); word += 64) {
+    uint64_t bits = 0;
+    for (size_t i = 0; i < 64; ++i) bits |= uint64_t{flags[word + i]} << i;
+    out = word == 0 ? py::object(py::int_(bits)) : out | (py::int_(bits) << py::int_(word));
+  }
+  return out;
+}
+
 }  // namespace
 
 void bind_context(py::module_& m) {
@@ -60,11 +71,12 @@ void bind_context(py::module_& m) {
                              [](const OperationContext& ctx) { return ctx.requires_grad.op; })
       .def_property_readonly("input_requires_grad",
                              [](const OperationContext& ctx) { return ctx.requires_grad.input; })
-      .def_property_readonly("params_requires_grad",
-                             [](const OperationContext& ctx) { return ctx.requires_grad.params; })
+      .def_property_readonly(
+          "params_requires_grad",
+          [](const OperationContext& ctx) { return bits_of(ctx.requires_grad.params); })
       .def_property_readonly(
           "extra_inputs_requires_grad",
-          [](const OperationContext& ctx) { return ctx.requires_grad.extra_inputs; })
+          [](const OperationContext& ctx) { return bits_of(ctx.requires_grad.extra_inputs); })
       .def("__getattr__", &get_attribute)
       .def("__setattr__", &set_attribute);
 }

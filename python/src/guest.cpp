@@ -1,5 +1,7 @@
 #include "guest.h"
 
+#include <torch/csrc/autograd/functions/utils.h>
+
 #include "bindings.h"
 #include "quantized.h"
 #include "recipes.h"
@@ -52,8 +54,62 @@ py::tuple wrap_all(at::ArrayRef<Tensor> tensors) {
   return out;
 }
 
+/// What one forward method is given. Its tensors say whether they need a gradient: one that does
+/// not say so by itself is given as an alias that does, which is the tensor itself again wherever
+/// the method hands it back.
+class Given {
+ public:
+  py::object tensor(const Tensor& tensor, bool needs_grad) {
+    if (!needs_grad || !tensor.defined() || tensor.requires_grad() ||
+        !torch::autograd::isDifferentiableType(tensor.scalar_type())) {
+      return wrap(tensor);
+    }
+    for (const auto& [alias, original] : aliases_) {
+      if (original.is_same(tensor)) return wrap(alias);
+    }
+    // Not detach(): a trace that is under way must not see it.
+    aliases_.emplace_back(tensor.tensor_data().set_requires_grad(true), tensor);
+    return wrap(aliases_.back().first);
+  }
+  py::object value(const Value& value, bool needs_grad) {
+    if (!value.is_quantized()) return tensor(value.tensor(), needs_grad);
+    if (!needs_grad || value.identity().requires_grad()) return wrap(value);
+    return wrap(wrap_quantized(value.quantized()).set_requires_grad(true));
+  }
+  py::tuple extra_inputs(const OpArgs& args) {
+    py::tuple out(args.extra_inputs.size());
+    for (size_t j = 0; j < args.extra_inputs.size(); ++j) {
+      out[j] = tensor(args.extra_inputs[j], args.requires_grad.extra_input(j));
+    }
+    return out;
+  }
+
+  Tensor back(Tensor returned) const {
+    for (const auto& [alias, original] : aliases_) {
+      if (alias.is_same(returned)) return original;
+    }
+    return returned;
+  }
+  std::vector<Tensor> back(std::vector<Tensor> returned) const {
+    for (Tensor& tensor : returned) tensor = back(std::move(tensor));
+    return returned;
+  }
+  /// What the method saved in a context.
+  void restore(OperationContext& ctx) const {
+    if (aliases_.empty()) return;
+    std::vector<Value> saved = ctx.saved();
+    for (Value& value : saved) {
+      if (!value.is_quantized()) value = back(value.tensor());
+    }
+    ctx.save_for_backward(std::move(saved));
+  }
+
+ private:
+  c10::SmallVector<std::pair<Tensor, Tensor>, 2> aliases_;
+};
+
 /// The keyword arguments that every forward method is given.
-py::dict forward_kwargs(Form form, ArgsList args) {
+py::dict forward_kwargs(Form form, ArgsList args, Given& given) {
   py::dict out;
   const Quantizer* before = args.front().prev_op_grad_output_quantizer;
   out["prev_op_grad_output_quantizer"] =
@@ -70,7 +126,7 @@ py::dict forward_kwargs(Form form, ArgsList args) {
   py::list kwargs;
   py::list requires_grad;
   for (const OpArgs& op : args) {
-    extra_inputs.append(wrap_all(op.extra_inputs));
+    extra_inputs.append(given.extra_inputs(op));
     kwargs.append(kwargs_of(op));
     requires_grad.append(op.requires_grad.op);
   }
@@ -101,6 +157,10 @@ std::vector<py::object> tuple_of(const FusibleOperation& op, const char* method,
 
 std::vector<py::object> list_of(const FusibleOperation& op, const char* what,
                                 const py::handle& result, size_t count) {
+  LIGATURE_CHECK_TYPE(
+      py::isinstance<py::sequence>(result), "[", op.label(), "] ", what, " must be a list with ",
+      count, " entries, one per basic operation, got ",
+      result.is_none() ? "None" : py::str(py::type::of(result)).cast<std::string>());
   std::vector<py::object> items;
   for (const auto& item : result) items.push_back(py::reinterpret_borrow<py::object>(item));
   LIGATURE_CHECK(items.size() == count, "[", op.label(), "] ", what, " must be a list with ", count,
@@ -152,23 +212,26 @@ FuserForwardResult GuestCalls::call_compute(const FusibleOperation& op, const Va
   return with_python([&] {
     const py::handle self = object_of(op);
     FuserForwardResult out;
+    Given given;
+    const py::object x = given.value(input, args.front().requires_grad.input);
     if (form_ == Form::OpSplit) {
-      const auto items = tuple_of(
-          op, "op_forward_compute",
-          self.attr("op_forward_compute")(wrap(input), **forward_kwargs(form_, args)), 2, 3);
-      out.output = unwrap(items[0], "[" + op.label() + "] the output");
+      const auto items =
+          tuple_of(op, "op_forward_compute",
+                   self.attr("op_forward_compute")(x, **forward_kwargs(form_, args, given)), 2, 3);
+      out.output = given.back(unwrap(items[0], "[" + op.label() + "] the output"));
       out.extra_outputs.resize(1);
       out.kept.push_back(
           kept_from(op, items[1], items.size() > 2 ? items[2] : py::object(), input, args));
       return out;
     }
     LIGATURE_CHECK_STATE(form_ == Form::FuserSplit, "[", op.label(), "] has no split forward");
-    const auto items = tuple_of(
-        op, "fuser_forward_compute",
-        self.attr("fuser_forward_compute")(wrap(input), **forward_kwargs(form_, args)), 3, 4);
-    out.output = unwrap(items[0], "[" + op.label() + "] the output");
+    const auto items =
+        tuple_of(op, "fuser_forward_compute",
+                 self.attr("fuser_forward_compute")(x, **forward_kwargs(form_, args, given)), 3, 4);
+    out.output = given.back(unwrap(items[0], "[" + op.label() + "] the output"));
     for (const auto& extra : list_of(op, "extra outputs", items[1], args.size())) {
-      out.extra_outputs.push_back(unwrap_list(extra, "[" + op.label() + "] an extra output"));
+      out.extra_outputs.push_back(
+          given.back(unwrap_list(extra, "[" + op.label() + "] an extra output")));
     }
     const auto tensors = list_of(op, "tensors to save", items[2], args.size());
     std::vector<py::object> states(args.size());
@@ -192,13 +255,16 @@ void GuestCalls::call_save_ctx(const FusibleOperation& op, CtxList ctxs, const V
       for (size_t i = 0; i < kept.size(); ++i) kept[i] = wrap(result.kept[k].tensors[i]);
       tensors.append(kept);
     }
+    Given given;
+    const py::object x = given.value(input, args.front().requires_grad.input);
     if (form_ == Form::OpSplit) {
-      self.attr("op_forward_save_ctx")(py::cast(share(*ctxs[0])), wrap(input), tensors[0],
-                                       **forward_kwargs(form_, args));
+      self.attr("op_forward_save_ctx")(py::cast(share(*ctxs[0])), x, tensors[0],
+                                       **forward_kwargs(form_, args, given));
     } else {
-      self.attr("fuser_forward_save_ctx")(context_list(ctxs), wrap(input), tensors,
-                                          **forward_kwargs(form_, args));
+      self.attr("fuser_forward_save_ctx")(context_list(ctxs), x, tensors,
+                                          **forward_kwargs(form_, args, given));
     }
+    for (OperationContext* ctx : ctxs) given.restore(*ctx);
   });
 }
 
@@ -218,24 +284,31 @@ FuserForwardResult GuestCalls::call_forward(FusibleOperation& op, CtxList ctxs, 
   return with_python([&] {
     const py::handle self = object_of(op);
     FuserForwardResult out;
+    Given given;
+    const py::object x = given.value(input, args.front().requires_grad.input);
     if (form_ == Form::OpClassic) {
-      out.output = unwrap(self.attr("op_forward")(py::cast(share(*ctxs[0])), wrap(input),
-                                                  **forward_kwargs(form_, args)),
-                          "[" + op.label() + "] the output");
+      const py::object y = self.attr("op_forward")(py::cast(share(*ctxs[0])), x,
+                                                   **forward_kwargs(form_, args, given));
+      out.output = given.back(unwrap(y, "[" + op.label() + "] the output"));
       out.extra_outputs.resize(1);
     } else {
-      const auto items = tuple_of(op, "fuser_forward",
-                                  self.attr("fuser_forward")(context_list(ctxs), wrap(input),
-                                                             **forward_kwargs(form_, args)),
-                                  2, 2);
-      out.output = unwrap(items[0], "[" + op.label() + "] the output");
+      const auto items = tuple_of(
+          op, "fuser_forward",
+          self.attr("fuser_forward")(context_list(ctxs), x, **forward_kwargs(form_, args, given)),
+          2, 2);
+      out.output = given.back(unwrap(items[0], "[" + op.label() + "] the output"));
       for (const auto& extra : list_of(op, "extra outputs", items[1], args.size())) {
-        out.extra_outputs.push_back(unwrap_list(extra, "[" + op.label() + "] an extra output"));
+        out.extra_outputs.push_back(
+            given.back(unwrap_list(extra, "[" + op.label() + "] an extra output")));
       }
     }
     // What is not needed is not kept, whatever the method saved.
     for (size_t k = 0; k < ctxs.size(); ++k) {
-      if (!args[k].requires_grad.op) ctxs[k]->save_for_backward({});
+      if (args[k].requires_grad.op) {
+        given.restore(*ctxs[k]);
+      } else {
+        ctxs[k]->save_for_backward({});
+      }
     }
     return out;
   });

@@ -69,10 +69,21 @@ ParameterSource::ParameterSource(const py::handle& module, const BasicOperation&
     : owner_(checked_attribute(module, py::str("_parameter_owner"))),
       label_(op.label()),
       guest_(op.is_guest()),
+      optional_(op.parameters_are_optional() && !owner_.is(module)),
       uses_training_(op.uses_training() || op.is_guest()) {
   for (const auto& name : op.parameter_names()) {
     names_.push_back(py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name.c_str())));
   }
+}
+
+bool overrides_functions(PyObject* tensor) {
+  if (THPVariable_CheckExact(tensor)) return false;
+  static auto* core = new py::module_(py::module_::import("torch._C"));
+  static auto* disabled = new py::object(core->attr("_disabled_torch_function_impl"));
+  static auto* enabled = new py::object(core->attr("_is_torch_function_enabled"));
+  const py::handle type(reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
+  const py::object own = py::getattr(type, "__torch_function__", py::none());
+  return !own.is_none() && !own.is(*disabled) && (*enabled)().cast<bool>();
 }
 
 bool ParameterSource::training() const {
@@ -81,7 +92,7 @@ bool ParameterSource::training() const {
 
 // A parameter is where the module keeps it; when a parametrization or a swap took it from there, it
 // is what the module's attribute gives.
-void ParameterSource::collect(std::vector<Tensor>& out) const {
+void ParameterSource::collect(std::vector<Tensor>& out, Overriding* overriding) const {
   if (guest_) return collect_guest(out);
   if (names_.empty()) return;
   const py::object dict = checked_attribute(owner_, interned("_parameters"));
@@ -91,10 +102,12 @@ void ParameterSource::collect(std::vector<Tensor>& out) const {
     if (found == nullptr || found == Py_None) {
       held = checked_attribute(owner_, name);
       found = held.ptr();
+      if (found == Py_None && optional_) continue;
     }
     LIGATURE_CHECK_TYPE(THPVariable_Check(found), "[", label_, "] parameter '",
                         name.cast<std::string>(), "' must be a tensor, got ",
                         py::str(py::type::of(py::handle(found))).cast<std::string>());
+    if (overriding != nullptr && overrides_functions(found)) overriding->push_back(found);
     out.push_back(THPVariable_Unpack(found));
   }
 }

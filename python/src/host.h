@@ -47,11 +47,16 @@ auto with_python(F&& function) {
   }
 }
 
+/// Is it a tensor of a class that wants to be asked (__torch_function__), and are such asked now?
+bool overrides_functions(PyObject* tensor);
+using Overriding = c10::SmallVector<PyObject*, 1>;
+
 /// Reads what one basic operation computes with from its Python module, on every call.
 class ParameterSource {
  public:
   ParameterSource(const py::handle& module, const BasicOperation& op);
-  void collect(std::vector<Tensor>& out) const;
+  /// `overriding`: where to note those that override functions; borrowed; null for nowhere.
+  void collect(std::vector<Tensor>& out, Overriding* overriding = nullptr) const;
   bool training() const;
   bool uses_training() const { return uses_training_; }
 
@@ -62,6 +67,7 @@ class ParameterSource {
   std::vector<py::object> names_;
   std::string label_;
   bool guest_ = false;
+  bool optional_ = false;  // a composite's, which may have none
   bool uses_training_ = false;
 };
 

@@ -30,7 +30,9 @@ PYBIND11_MODULE(_C, m) {
   bind_guests(m);
   bind_registry(m);
   bind_fuser(m);
+  bind_odd_tensors(m);
   bind_compile(m);
   bind_explain(m);
   bind_testing(m);
+  bind_storage(m);
 }

@@ -9,6 +9,7 @@
 #include "ligature/backend/cuda/gemm.h"
 #include "ligature/meta.h"
 #include "ligature/quantization/format_fields.h"
+#include "ligature/quantization/quantized_parts.h"
 #include "ligature/quantization/weights.h"
 
 namespace ligature::python {
@@ -58,31 +59,23 @@ void set_reduce_amax(Quantizer& quantizer, const py::object& function) {
   quantizer.reduce_amax = [keep](Tensor& amax) { with_python([&] { held(keep)(wrap(amax)); }); };
 }
 
-int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
-
 /// Refuses parts that a tensor of this format cannot have: they come from files.
-void check_part(const kernels::QuantizedMatrix& m, const Format& f, int64_t rows, int64_t columns,
-                const char* which) {
-  const auto check = [&](const char* name, const Tensor& t, at::ScalarType dtype,
-                         const std::vector<int64_t>& sizes) {
-    LIGATURE_CHECK(t.defined() && t.scalar_type() == dtype && t.sizes() == at::IntArrayRef(sizes),
-                   "the ", which, " ", name, " of a tensor in format ", f.name(), " must be ",
-                   c10::toString(dtype), " ", sizes_string(sizes), ", got ",
+void check_side(const kernels::QuantizedMatrix& m, const Format& f, const SideLayout& layout,
+                const std::string& which) {
+  const auto check = [&](const char* name, const Tensor& t, const PartLayout& wanted) {
+    const std::string subject = "the " + which + " " + name + " of a tensor in format " + f.name();
+    LIGATURE_CHECK(t.defined() && wanted.fits(t), subject, " must be ", c10::toString(wanted.dtype),
+                   " ", sizes_string(wanted.sizes), ", got ",
                    t.defined() ? to_string(ValueMeta::of(t)) : std::string("nothing"));
-    LIGATURE_CHECK(!t.is_floating_point() || t.is_meta() || t.isfinite().all().item<bool>(), "the ",
-                   which, " ", name, " of a tensor in format ", f.name(), " must be finite");
+    const std::string why = why_unusable(t);
+    LIGATURE_CHECK(why.empty(), subject, " must be ", why);
+    LIGATURE_CHECK(!t.is_floating_point() || t.is_meta() || t.isfinite().all().item<bool>(),
+                   subject, " must be finite");
   };
-  const bool fp4 = f.element == Element::E2M1;
-  check("data", m.data, at::kByte, {rows, fp4 ? blocks(columns, 2) : columns});
-  const int64_t size = f.block_size();
-  if (f.per_tensor()) {
-    check("scale", m.scale, at::kFloat, {1});
-  } else {
-    check("scale", m.scale, f.scaling == Scaling::Block ? at::kFloat : at::kByte,
-          {f.block_2d ? blocks(rows, size) : rows, blocks(columns, size)});
-  }
-  if (f.scaling == Scaling::NV) {
-    check("amax", m.amax, at::kFloat, {f.row_scaled ? rows : 1});
+  check("data", m.data, layout.data);
+  check("scale", m.scale, layout.scale);
+  if (layout.amax) {
+    check("amax", m.amax, *layout.amax);
   } else {
     LIGATURE_CHECK(!m.amax.defined(), "a tensor in format ", f.name(), " has no ", which, " amax");
   }
@@ -94,7 +87,10 @@ QuantizedPtr make_quantized(const py::dict& fields, const std::vector<int64_t>& 
   LIGATURE_CHECK(parts.size() == 6, "a quantized tensor has places for 6 parts, got ",
                  parts.size());
   std::array<Tensor, 6> t;
-  for (size_t i = 0; i < t.size(); ++i) t[i] = unwrap(parts[i], "a part of a quantized tensor");
+  for (size_t i = 0; i < t.size(); ++i) {
+    t[i] = unwrap(parts[i], "a part of a quantized tensor");
+    if (t[i].defined() && t[i].requires_grad() && why_unusable(t[i]).empty()) t[i] = t[i].detach();
+  }
   kernels::QuantizedPair pair{{t[0], t[1], t[2]}, {t[3], t[4], t[5]}};
   LIGATURE_CHECK(pair.rowwise.defined() || pair.columnwise.defined(),
                  "a quantized tensor must have row-wise or column-wise data, got neither");
@@ -104,21 +100,20 @@ QuantizedPtr make_quantized(const py::dict& fields, const std::vector<int64_t>& 
   for (int64_t size : sizes) {
     LIGATURE_CHECK(size >= 0, "a shape has no negative sizes, got ", sizes_string(sizes));
   }
-  at::Device device = pair.rowwise.defined() ? t[0].device() : t[3].device();
-  for (const Tensor& part : t) {
-    LIGATURE_CHECK(!part.defined() || part.device() == device,
-                   "the parts of a quantized tensor must be on one device, got ", device, " and ",
-                   part.device());
-  }
-  auto made = std::make_shared<QuantizedTensor>(format, sizes, dtype, pair);
+  LIGATURE_CHECK(!sizes.empty(), "a quantized tensor has at least one dimension, got none");
   if (pair.rowwise.defined()) {
-    check_part(pair.rowwise, format, made->rows(), made->columns(), "row-wise");
+    check_side(pair.rowwise, format, rowwise_layout(format, sizes), "row-wise");
   }
   if (pair.columnwise.defined()) {
-    const int64_t rows = format.hadamard ? blocks(made->rows(), 16) * 16 : made->rows();
-    check_part(pair.columnwise, format, made->columns(), rows, "column-wise");
+    check_side(pair.columnwise, format, columnwise_layout(format, sizes), "column-wise");
   }
-  return made;
+  const std::string why = why_not_together(pair, [&](size_t i) {
+    static constexpr std::array<const char*, 3> names{"data", "scale", "amax"};
+    return std::string("the ") + (i < 3 ? "row-wise " : "column-wise ") + names[i % 3] +
+           " of a tensor in format " + format.name();
+  });
+  LIGATURE_CHECK(why.empty(), why);
+  return std::make_shared<QuantizedTensor>(format, sizes, dtype, pair);
 }
 
 py::tuple parts_of(const QuantizedTensor& q) {
@@ -180,7 +175,8 @@ void bind_quantizer(py::module_& m) {
           [](const Quantizer& q, const std::vector<int64_t>& sizes, at::ScalarType dtype,
              at::Device device) { return q.make_empty(sizes, dtype, device); },
           py::arg("sizes"), py::arg("dtype"), py::arg("device"), NoGil())
-      .def("calibrate", &Quantizer::calibrate, py::arg("x"), NoGil())
+      .def("calibrate", py::overload_cast<const Tensor&>(&Quantizer::calibrate, py::const_),
+           py::arg("x"), NoGil())
       .def("why_not", &Quantizer::why_not, py::arg("x"))
       .def(
           "copy", [](const Quantizer& q, bool deep) { return deep ? deep_copy(q) : q.copy(); },
@@ -197,6 +193,7 @@ void bind_tensor(py::module_& m) {
       .def_property_readonly("dtype", &QuantizedTensor::dtype)
       .def_property_readonly("device", &QuantizedTensor::device)
       .def_property_readonly("bytes", &QuantizedTensor::bytes)
+      .def_property_readonly("is_inference", &QuantizedTensor::is_inference)
       .def_property_readonly("parts", &parts_of)
       .def_property_readonly("tensors", &QuantizedTensor::tensors)
       .def_property_readonly("quantizer", &quantizer_for)
@@ -221,6 +218,11 @@ void bind_tensor(py::module_& m) {
       .def("make_usage", &QuantizedTensor::make_usage, py::arg("rowwise"), py::arg("columnwise"),
            NoGil())
       .def("same_layout", &same_layout, py::arg("other"))
+      .def("like", &quantized_like, py::arg("values"), NoGil())
+      .def(
+          "write",
+          [](const QuantizedPtr& to, const Tensor& values) { write_quantized(to, Value(values)); },
+          py::arg("values"), NoGil())
       .def(
           "copy_from",
           [](const QuantizedPtr& to, const QuantizedPtr& from) { write_quantized(to, from); },

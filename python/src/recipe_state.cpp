@@ -122,6 +122,12 @@ void bind_recipe_state(py::module_& m) {
       .def("recipe_states", &state_objects)
       .def("recipe_state_entries",
            [](const BasicOperation& op) { return objects_of(recipe_state_entries(op)); })
+      .def(
+          "place_recipe_state",
+          [](const BasicOperation& op, at::Device device) {
+            for (const auto& state : op.quantizations()) state->move_to(device);
+          },
+          py::arg("device"), NoGil())
       .def("load_recipe_state", &load_state, py::arg("recipe"), py::arg("device"),
            py::arg("forward"), py::arg("backward"))
       .def(
@@ -134,20 +140,24 @@ void bind_recipe_state(py::module_& m) {
       .def("adopt_weight", &adopt_weight, py::arg("weight"));
   m.def("note_weights_changed", &note_weights_changed);
   m.def(
-      "expect_values",
-      [](const Tensor& weight, const Tensor& values) { expect_values(weight, values); },
-      py::arg("weight"), py::arg("values"));
-  m.def(
       "enter_quantized_model_init",
       [](const std::shared_ptr<Recipe>& recipe, bool enabled, bool preserve) {
         enter_quantized_model_init({recipe, enabled, preserve});
       },
       py::arg("recipe"), py::arg("enabled"), py::arg("preserve_high_precision_init_val"));
-  m.def("exit_quantized_model_init", &exit_quantized_model_init);
+  m.def("exit_quantized_model_init", py::overload_cast<>(&exit_quantized_model_init));
   m.def(
       "quantized_entries",
       [](const QuantizedTensor& quantized) { return objects_of(quantized_entries(quantized)); },
       py::arg("quantized"));
+  m.def("check_readable", &check_readable, py::arg("entry"), py::arg("key"));
+  m.def(
+      "with_values",
+      [](const QuantizedPtr& like, const Tensor& values) {
+        const QuantizedPtr quantized = quantized_of(values);
+        return with_values(*like, quantized != nullptr ? Value(quantized) : Value(values));
+      },
+      py::arg("like"), py::arg("values"));
   m.def(
       "read_quantized",
       [](const py::function& find, const std::string& key, const std::vector<int64_t>& sizes) {

@@ -26,6 +26,12 @@ void take(const py::dict& options, SplitAccumulation& to) {
   take(options, "fp8_gemm_wgrad", to.weight_grad);
 }
 
+BackwardOverride backward_override(const std::string& recipe, const py::dict& options) {
+  std::string name;
+  take(options, "backward_override", name);
+  return backward_override_from(recipe, name);
+}
+
 Fp8Format fp8_format(const py::dict& options) {
   const auto name = options["fp8_format"].cast<std::string>();
   return name == "E4M3" ? Fp8Format::E4M3 : name == "E5M2" ? Fp8Format::E5M2 : Fp8Format::Hybrid;
@@ -170,6 +176,7 @@ std::unique_ptr<Recipe> make_plain_recipe(const std::string& name, const py::dic
     options.fp8_format = fp8_format(given);
     take(given, "use_power_2_scales", options.use_power_2_scales);
     take(given, options.split_accumulation);
+    options.backward_override = backward_override(name, given);
     return std::make_unique<WithRoles<Float8CurrentScaling>>(options, given);
   }
   if (name == "Float8BlockScaling") {
@@ -180,12 +187,14 @@ std::unique_ptr<Recipe> make_plain_recipe(const std::string& name, const py::dic
     take(given, "w_block_scaling_dim", options.w_block_scaling_dim);
     take(given, "grad_block_scaling_dim", options.grad_block_scaling_dim);
     take(given, options.split_accumulation);
+    options.backward_override = backward_override(name, given);
     return std::make_unique<WithRoles<Float8BlockScaling>>(options, given);
   }
   if (name == "MXFP8BlockScaling") {
     MXFP8BlockScalingOptions options;
     options.fp8_format = fp8_format(given);
     take(given, "enable_2d_quantization", options.enable_2d_quantization);
+    options.backward_override = backward_override(name, given);
     return std::make_unique<MXFP8BlockScaling>(options);
   }
   if (name == "NVFP4BlockScaling") {
@@ -195,12 +204,15 @@ std::unique_ptr<Recipe> make_plain_recipe(const std::string& name, const py::dic
     take(given, "disable_2d_quantization", options.disable_2d_quantization);
     take(given, "row_scaled_activation", options.row_scaled_activation);
     take(given, "nvfp4_4over6", options.nvfp4_4over6);
+    take(given, "nvfp4_4over6_e4m3_use_256", options.nvfp4_4over6_e4m3_use_256);
     take(given, "nvfp4_4over6_err_mode", options.nvfp4_4over6_err_mode);
+    options.backward_override = backward_override(name, given);
     return std::make_unique<WithRoles<NVFP4BlockScaling>>(options, given);
   }
   LIGATURE_CHECK_TYPE(name == "CustomRecipe", name, " is not a recipe of Ligature's");
   return std::make_unique<CustomRecipe>(factory_from(given),
-                                        given["factory_key"].cast<std::string>());
+                                        given["factory_key"].cast<std::string>(),
+                                        backward_override(name, given));
 }
 
 std::shared_ptr<Recipe> make_recipe(const std::string& name, const py::dict& given,
@@ -299,10 +311,11 @@ void bind_recipes(py::module_& m) {
 
   m.def("enter_autocast", &enter, py::arg("enabled"), py::arg("calibrating"), py::arg("recipe"),
         py::arg("reduce_amax"), py::arg("only_where_faster"));
-  m.def("exit_autocast", &exit_autocast, py::arg("update"), NoGil());
+  m.def("exit_autocast", py::overload_cast<bool>(&exit_autocast), py::arg("update"), NoGil());
   m.def("autocast_state", &state_now);
   py::class_<AutocastState>(m, "AutocastState");
   m.def("capture_autocast", [] { return autocast_state(); });
+  m.def("is_recomputing", &is_recomputing);
   py::class_<Recomputation>(m, "RecomputeScope")
       .def(py::init<const AutocastState&>())
       .def("exit", &Recomputation::exit);

@@ -90,7 +90,6 @@ bool ends_everything(const std::exception& error) {
 CheckOptions options_from(const py::dict& given) {
   CheckOptions options;
   options.is_fatal = &ends_everything;
-  options.dtypes.clear();
   for (const auto& item : given["dtypes"]) {
     const auto [input, params] = item.cast<std::pair<at::ScalarType, at::ScalarType>>();
     options.dtypes.emplace_back(input, params);
@@ -102,6 +101,7 @@ CheckOptions options_from(const py::dict& given) {
   options.contexts =
       given["exact_contexts"].cast<bool>() ? ContextMatch::Exact : ContextMatch::Enough;
   options.recompute = given["recompute"].cast<bool>() ? Recompute::Cheap : Recompute::None;
+  if (given.contains("recipe")) options.recipe = given["recipe"].cast<RecipePtr>();
   if (!given["autocast"].is_none()) options.autocast = given["autocast"].cast<at::ScalarType>();
   options.may_alias = given["may_alias"].cast<bool>();
   options.may_give_unneeded = given["may_give_unneeded"].cast<bool>();

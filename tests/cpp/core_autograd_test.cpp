@@ -29,6 +29,65 @@ struct Fixture {
   Tensor x;
 };
 
+TEST(Flags, AnyNumber) {
+  Flags flags;
+  EXPECT_FALSE(flags.any());
+  EXPECT_FALSE(flags[0] || flags[63] || flags[64] || flags[100000]);
+  for (const size_t i : {0, 63, 64, 65, 1000}) flags.set(i);
+  for (const size_t i : {0, 63, 64, 65, 1000}) EXPECT_TRUE(flags[i]) << i;
+  for (const size_t i : {1, 62, 66, 999, 1001}) EXPECT_FALSE(flags[i]) << i;
+  const Flags copy = flags;
+  flags.clear();
+  EXPECT_FALSE(flags.any() || flags[1000]);
+  EXPECT_TRUE(copy.any() && copy[1000]);
+  Flags last;
+  last.set(64);
+  EXPECT_TRUE(last.any());
+}
+
+/// The input times the sum of its many parameters.
+class ManyImpl : public Operation<ManyImpl> {
+ public:
+  struct Options {
+    template <class F>
+    void fields(F&&) {}
+  };
+  explicit ManyImpl(Options given = {}) : Operation("Many"), options(given) {
+    for (int i = 0; i < 130; ++i) {
+      register_parameter("p" + std::to_string(i), torch::randn({}, on_device(torch::kFloat64)));
+    }
+  }
+  OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override {
+    return {input.tensor() * at::stack(args.params).sum(), {}};
+  }
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept&,
+                           const OpArgs& args) override {
+    ctx.save_for_backward({input, at::stack(args.params).sum()});
+  }
+  OpBackwardResult op_backward(OperationContext& ctx, const Value& dy) override {
+    std::vector<Tensor> grads(130);
+    for (size_t i = 0; i < grads.size(); ++i) {
+      if (ctx.requires_grad.param(i)) grads[i] = (dy.tensor() * ctx.saved_tensor(0)).sum();
+    }
+    return {dy.tensor() * ctx.saved_tensor(1), grads};
+  }
+  Options options;
+};
+
+TEST(Autograd, MoreThan64Parameters) {
+  auto op = std::make_shared<ManyImpl>();
+  const auto parameters = op->parameters();
+  for (const size_t frozen : {5, 64, 129}) parameters[frozen].set_requires_grad(false);
+  const Tensor x = torch::randn({7}, on_device(torch::kFloat64)).requires_grad_();
+  OperationFuser({op})(x)[0].sum().backward();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    ASSERT_EQ(parameters[i].grad().defined(), i != 5 && i != 64 && i != 129) << i;
+    if (parameters[i].grad().defined()) expect_close(parameters[i].grad(), x.sum(), "dp");
+  }
+  expect_close(x.grad(), at::full({7}, at::stack(parameters).sum().item<double>(), x.options()),
+               "dx");
+}
+
 TEST(Autograd, RetainGraphGivesTheSameGradientsTwice) {
   Fixture f;
   Tensor y = f.run();

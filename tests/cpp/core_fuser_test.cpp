@@ -6,6 +6,34 @@
 #include "ligature/ligature.h"
 #include "tolerance.h"
 
+// Of a user's own: in no namespace of the library's.
+namespace user {
+
+using namespace ligature;
+
+/// y = 2 x
+class Doubled : public FusedOperation {
+ public:
+  explicit Doubled(const OpList& ops) : FusedOperation("Doubled", ops) {}
+  FuserForwardResult fuser_forward_compute(const Value& input, ArgsList) override {
+    FuserForwardResult out;
+    out.output = 2 * input.tensor();
+    out.extra_outputs.resize(1);
+    out.kept.resize(1);
+    return out;
+  }
+  void fuser_forward_save_ctx(CtxList, const Value&, FuserForwardResult&, ArgsList) override {}
+  FuserBackwardResult fuser_backward(CtxList, const Value& grad, GradList) override {
+    FuserBackwardResult out;
+    out.grad_input = 2 * grad.tensor();
+    out.grad_params.resize(1);
+    out.grad_extra_inputs.resize(1);
+    return out;
+  }
+};
+
+}  // namespace user
+
 namespace ligature {
 namespace {
 
@@ -275,6 +303,75 @@ TEST(Registry, JointRuleServesBothDirectionsWithOneInstance) {
   (*scoped).unregister();
   fuser(x);
   EXPECT_EQ(names(fuser.plan()->forward), (Names{"LearnableScale", "Square"}));
+}
+
+TEST(Fuser, KeepsThePlansUsedLast) {
+  Linear linear(8, 8);
+  OperationFuser fuser({linear.ptr()});
+  // 24 situations: more would be more recipes than an operation remembers.
+  const auto call = [&](int64_t i) {
+    const at::AutoGradMode gradients(i / 6 % 2 == 0);
+    const Autocast autocast(
+        {.recipe = std::make_shared<DelayedScaling>(DelayedScalingOptions{.margin = i % 6})});
+    fuser(torch::randn({2, 8}, on_device(i / 12 == 0 ? at::kFloat : at::kBFloat16)));
+    return fuser.plan();
+  };
+  const std::weak_ptr<const Plan> first = call(0), second = call(1);
+  for (int64_t i = 2; i < 16; ++i) call(i);
+  EXPECT_FALSE(second.expired());
+  EXPECT_EQ(call(0), first.lock());  // used again: the other is the oldest
+  call(16);
+  EXPECT_FALSE(first.expired());
+  EXPECT_TRUE(second.expired());
+  for (int64_t i = 17; i < 200; ++i) call(i % 24);
+  EXPECT_LE(fuser.plans().size(), 18u);
+  EXPECT_GT(fuser.dropped_plans(), 100u);
+}
+
+TEST(Fuser, AFunctionOfARecipeMakesNoOtherPlan) {
+  Linear linear(8, 8);
+  OperationFuser fuser({linear.ptr()});
+  std::shared_ptr<const Plan> plan;
+  for (int i = 0; i < 5; ++i) {
+    DelayedScalingOptions options;
+    options.amax_function = [](const Tensor& history) { return history.max(); };
+    options.functions_key = std::to_string(i);
+    const Autocast autocast({.recipe = std::make_shared<DelayedScaling>(options)});
+    fuser(torch::randn({2, 8}, on_device()));
+    if (plan == nullptr) plan = fuser.plan();
+    EXPECT_EQ(fuser.plan(), plan);
+  }
+}
+
+TEST(Registry, FusedOperationsGoWithTheirFusion) {
+  OperationFuser fuser({ConstantScale(2.0).ptr()}), idle({ConstantScale(2.0).ptr()});
+  std::vector<std::weak_ptr<FusibleOperation>> made;
+  const auto alive = [&] {
+    return std::count_if(made.begin(), made.end(), [](const auto& op) { return !op.expired(); });
+  };
+  const Tensor x = torch::randn({3}, on_device()).requires_grad_();
+  for (int i = 0; i < 3; ++i) {
+    Tensor kept;
+    {
+      const ScopedFusion scoped(register_forward_backward_fusion(
+          FusionFunction{"double", [&](const OpList& ops, const PlanOptions&) -> OpList {
+                           auto op = std::make_shared<user::Doubled>(ops);
+                           made.push_back(op);
+                           return {op};
+                         }}));
+      fuser(x);
+      fuser(x.detach());
+      kept = idle(x)[0];
+      EXPECT_EQ(names(fuser.plan()->forward), Names{"Doubled"});
+      EXPECT_GE(alive(), 2);
+    }
+    EXPECT_EQ(names(fuser.plan()->forward), Names{"Doubled"});  // that was the last call
+    EXPECT_NE(fuser.explain().text().find("Doubled"), std::string::npos);
+    EXPECT_EQ(alive(), 1);  // a graph's
+    kept.sum().backward();
+    kept = Tensor();
+    EXPECT_EQ(alive(), 0);
+  }
 }
 
 }  // namespace

@@ -135,25 +135,24 @@ TEST(Channels, ErrorsNameTheOperations) {
     end->set_extra_input_channel(0, "lost");
     EXPECT_NE(error_of([&] {
                 OperationFuser({SiLU().ptr(), end.ptr()});
-              }).find("AddExtraInput (operation 1) takes channel 'lost', but no operation"),
+              }).find("channel 'lost', which AddExtraInput (operation 1) takes, has no producer"),
               std::string::npos);
   }
   {
     Residual r(false);
     EXPECT_NE(error_of([&] {
                 OperationFuser({r.end.ptr(), r.start.ptr()});
-              }).find("its producer MakeExtraOutput (operation 1) comes later"),
+              }).find("has no earlier producer: MakeExtraOutput (operation 1) comes later"),
               std::string::npos);
   }
   {
     MakeExtraOutput a, b;
     a->set_extra_output_channel(0, "x");
     b->set_extra_output_channel(0, "x");
-    EXPECT_NE(
-        error_of([&] { OperationFuser({a.ptr(), b.ptr()}); })
-            .find("two producers: MakeExtraOutput (operation 0) and MakeExtraOutput (operation "
-                  "1)"),
-        std::string::npos);
+    EXPECT_NE(error_of([&] { OperationFuser({a.ptr(), b.ptr()}); })
+                  .find("multiple producers: MakeExtraOutput (operation 0) and MakeExtraOutput "
+                        "(operation 1)"),
+              std::string::npos);
   }
   {
     MakeExtraOutput a;

@@ -278,7 +278,8 @@ TEST(FusedDenseMLP, SavesOnlyWhatItCannotRecompute) {
     for (size_t i = 0; i < args.size(); ++i) {
       plan.basic_ops[i]->collect_parameters(params[i]);
       args[i].params = params[i];
-      args[i].requires_grad = {true, true, ~uint64_t{0}, 0};
+      args[i].requires_grad = {true, true, {}, {}};
+      for (size_t j = 0; j < params[i].size(); ++j) args[i].requires_grad.params.set(j);
     }
     torch::NoGradGuard no_grad;
     for (const PlanStep& step : plan.forward) {

@@ -36,11 +36,14 @@ class ByHand {
       args_[i].params = params[i];
       args_[i].extra_inputs = extras[i];
       args_[i].autocast_dtype = given.autocast;
-      need(i, {true, true, ~uint64_t{0}, ~uint64_t{0}});
+      GradFlags all{true, true, {}, {}};
+      for (size_t j = 0; j < params[i].size(); ++j) all.params.set(j);
+      for (size_t j = 0; j < extras[i].size(); ++j) all.extra_inputs.set(j);
+      need(i, all);
     }
   }
 
-  void need(size_t i, GradFlags flags) {
+  void need(size_t i, const GradFlags& flags) {
     args_[i].requires_grad = flags;
     contexts[i].requires_grad = flags;
   }

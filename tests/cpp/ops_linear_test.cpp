@@ -125,6 +125,57 @@ TEST(OpsLinear, ClonesHaveParametersOfTheirOwn) {
   EXPECT_TRUE(at::equal(OperationFuser({copy})(x)[0], before));
 }
 
+TEST(OpsLinear, ItsBiasCanBeTakenAwayAndGivenBack) {
+  Linear op = linear(6, 4, true);
+  OperationFuser fuser({op.ptr(), GELU().ptr()});
+  const Tensor x = leaf({3, 6}).requires_grad_();
+  const Tensor before = fuser(x)[0];
+  const Tensor bias = op->bias();
+  op->set_bias({});
+  EXPECT_FALSE(op->bias().defined());
+  EXPECT_EQ(op->named_parameters().keys(), std::vector<std::string>{"weight"});
+  const Tensor y = fuser(x)[0];
+  expect_close(y, at::gelu(at::matmul(x, op->weight().t()), "tanh"), "without a bias");
+  y.sum().backward();
+  EXPECT_TRUE(op->weight().grad().defined());
+  EXPECT_FALSE(bias.grad().defined());
+  const auto copy = std::dynamic_pointer_cast<LinearImpl>(op->clone());
+  EXPECT_FALSE(copy->bias().defined());
+  EXPECT_TRUE(at::equal(OperationFuser({copy, GELU().ptr()})(x)[0], y));
+  EXPECT_MESSAGE(op->set_bias(at::zeros({5})), "[Linear] bias must be [4], got [5]");
+  op->set_bias(bias);
+  EXPECT_TRUE(at::equal(fuser(x)[0], before));
+  EXPECT_MESSAGE(linear(6, 4, false)->set_bias(bias), "cannot be given a bias");
+}
+
+TEST(OpsLinear, RefusesParametersOfOtherDtypesAndLayouts) {
+  Linear op = linear(6, 4, true, at::kFloat);
+  OperationFuser fuser({op.ptr()});
+  const Tensor x = leaf({3, 6}, at::kFloat);
+  op->set_bias(at::zeros({4}, on_device(at::kLong)));
+  EXPECT_MESSAGE(fuser(x), "[Linear] bias's dtype must be float32, bfloat16, float16 or float64");
+  op->set_bias({});
+  EXPECT_MESSAGE(fuser(x.to_sparse()), "[Linear] input must be a dense tensor, got one with");
+  LinearOptions options(6, 4);
+  options.accumulate_into_main_grad = true;
+  Linear accumulating(options);
+  accumulating->basic_linear().set_main_grad(at::zeros({4, 6}, on_device(at::kLong)));
+  const Tensor y = OperationFuser({accumulating.ptr()})(x)[0];
+  EXPECT_MESSAGE(y.sum().backward(), "[Linear] main_grad must be a dense tensor of float32");
+}
+
+TEST(OpsLinear, UserbuffersAreAcceptedWithoutEffect) {
+  BasicLinearOptions options(6, 4);
+  options.userbuffers_comm_name = "fc1";
+  BasicLinear op(options);
+  OperationFuser fuser({op.ptr()});
+  const Tensor x = leaf({3, 6}, at::kFloat);
+  expect_close(fuser(x)[0], at::matmul(x, op->weight().t()), "y");
+  EXPECT_NE(fuser.explain().parts[0].note.find("userbuffers_options have no effect"),
+            std::string::npos);
+  EXPECT_EQ(OperationFuser({linear(6, 4, true).ptr()}).explain(leaf({3, 6})).parts[0].note, "");
+}
+
 TEST(OpsLinear, AddsIntoMainGrad) {
   LinearOptions options(3, 4);
   options.dtype = at::kDouble;

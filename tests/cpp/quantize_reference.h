@@ -231,8 +231,9 @@ inline void quantize_nv(Quantized& q, const Matrix& x, const QuantizeArgs& args,
   }
   const int64_t group = format.block_2d ? 16 : 1;
   for (int64_t r = 0; r < x.rows; r += group) {
-    const float upper =
-        std::max(q.amax[format.row_scaled ? r : 0] / (choose ? 1536.0f : 2688.0f), FLT_MIN);
+    const float upper = std::max(
+        q.amax[format.row_scaled ? r : 0] / (choose && !format.scales_to_448 ? 1536.0f : 2688.0f),
+        FLT_MIN);
     for (int64_t c = 0; c < x.columns; c += 16) {
       const int64_t r1 = std::min(r + group, x.rows), c1 = std::min(c + 16, x.columns);
       bool nan = false;
@@ -325,7 +326,8 @@ inline std::vector<float> values(const QuantizedMatrix& m, const Format& format,
         const float v = static_cast<float>(decode(Element::E2M1, code)) *
                         static_cast<float>(decode(Element::E4M3, scale));
         const float amax = m.amax[format.row_scaled ? r : 0].template item<float>();
-        const float most = format.four_over_six == FourOverSix::None ? 2688.0f : 1536.0f;
+        const bool to_448 = format.four_over_six == FourOverSix::None || format.scales_to_448;
+        const float most = to_448 ? 2688.0f : 1536.0f;
         out.push_back(operand ? v : v * std::max(amax / most, FLT_MIN));
         continue;
       }

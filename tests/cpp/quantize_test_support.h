@@ -55,6 +55,14 @@ inline std::vector<Format> all_formats() {
       nv(false, false, true);
       nv(false, true, true);
     }
+    if (choice == FourOverSix::None) continue;
+    for (const bool square : {false, true}) {
+      formats.push_back({.scaling = Scaling::NV,
+                         .element = Element::E2M1,
+                         .block_2d = square,
+                         .four_over_six = choice,
+                         .scales_to_448 = true});
+    }
   }
   return formats;
 }
@@ -65,7 +73,7 @@ inline std::string describe(const Format& f) {
          (f.four_over_six == FourOverSix::None           ? ""
           : f.four_over_six == FourOverSix::MeanAbsolute ? " 4/6 absolute"
                                                          : " 4/6 square") +
-         (f.scaling == Scaling::Delayed ? " delayed" : "");
+         (f.scales_to_448 ? " to 448" : "") + (f.scaling == Scaling::Delayed ? " delayed" : "");
 }
 
 template <typename T>

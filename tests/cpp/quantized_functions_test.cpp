@@ -16,9 +16,15 @@ Tensor leaf(const RecipePtr& recipe, at::IntArrayRef sizes) {
   return wrap_quantized(quantizer->quantize(x, weight_usage(quantizer))).set_requires_grad(true);
 }
 
+/// What a write of these values leaves: with delayed scaling, a scale that holds them.
 QuantizedPtr again(const Tensor& wrapper, const Tensor& values) {
   const QuantizedPtr q = quantized_of(wrapper);
-  return q->quantizer()->quantize(values, {q->rowwise().defined(), q->columnwise().defined()});
+  const Usage usage{q->rowwise().defined(), q->columnwise().defined()};
+  if (q->format_tag().scaling != Scaling::Delayed) return q->quantizer()->quantize(values, usage);
+  auto quantizer = make_delayed_quantizer(q->format_tag().element, 1, values.device());
+  const Tensor amax = values.detach().to(at::kFloat).abs().max().reshape({1});
+  quantizer->delayed->scale = torch::full_like(amax, 448.0f) / amax;
+  return quantizer->quantize(values, usage);
 }
 
 bool holds(const Tensor& wrapper, const Tensor& values) {

@@ -74,46 +74,123 @@ QuantizedPtr quantized(const std::shared_ptr<Quantizer>& q, const Tensor& x) {
   return q->quantize(x, {true, true});
 }
 
+/// Two products of one recipe: `after` follows the linear and scales its output by `scale`.
+void expect_products_of_dequantized(const RecipePtr& recipe, at::ScalarType dtype,
+                                    std::tuple<int, int, int> sizes, const OpList& after,
+                                    double scale, const std::vector<std::string>& backward) {
+  const auto [t, k, n] = sizes;
+  SCOPED_TRACE(std::string(c10::toString(dtype)) + " " + std::to_string(k));
+  torch::manual_seed(1);
+  BasicLinearOptions options(k, n);
+  options.device = at::kCPU;
+  options.dtype = dtype;
+  BasicLinear linear(options);
+  Tensor x = torch::randn({2, t, k}).to(dtype).requires_grad_();
+  const Tensor dy = torch::randn({2, t, n}).to(dtype);
+  const Tensor extra = torch::randn({2, t, n}).to(dtype);
+  const bool adds = after.size() > 1;
+  OpList ops{linear.ptr()};
+  ops.insert(ops.end(), after.begin(), after.end());
+  OperationFuser fuser(ops);
+  Tensor y;
+  {
+    Autocast autocast({.recipe = recipe});
+    y = fuser(x, adds ? std::vector<Tensor>{extra} : std::vector<Tensor>())[0];
+  }
+  std::vector<std::string> names;
+  for (const PlanStep& step : fuser.plan()->backward) names.push_back(step.op->name());
+  EXPECT_EQ(names, backward);
+  EXPECT_EQ(y.scalar_type(), dtype);
+  torch::manual_seed(2);
+  y.backward(dy);
+
+  const OpQuantizationPtr state = linear->quantization();
+  ASSERT_NE(state, nullptr);
+  for (auto& q : state->forward) {
+    if (q->delayed) q->delayed->scale.fill_(1.0F);
+  }
+  if (const auto& delayed = state->backward[0]->delayed) {
+    // What was quantized is remembered: the gradient as it came.
+    EXPECT_EQ(delayed->history.max().item<float>(), dy.abs().max().item<float>());
+  }
+  const auto q_dy = recipe->make_quantizer({"linear", "grad_output", ""}, at::kCPU);
+  const auto q_x = recipe->make_quantizer({"linear", "input", ""}, at::kCPU);
+  const auto q_w = recipe->make_quantizer({"linear", "weight", ""}, at::kCPU);
+  const QuantizedPtr xq = quantized(q_x, x.detach().view({2 * t, k}));
+  const QuantizedPtr wq = quantized(q_w, linear->weight().detach());
+  torch::manual_seed(2);
+  const QuantizedPtr dyq = quantized(q_dy, dy.view({2 * t, n}));
+  Tensor wanted = wide(xq, false).mm(wide(wq, false).t()) * scale;
+  if (adds) wanted += extra.view({2 * t, n});
+  expect_close(y.detach().view({2 * t, n}), wanted, dtype, "y");
+  expect_close(x.grad().view({2 * t, k}), scale * wide(dyq, false).mm(wide(wq, true)), dtype, "dx");
+  expect_close(linear->weight().grad(), scale * wide_transposed(dyq).mm(wide_transposed(xq).t()),
+               dtype, "dw");
+}
+
+TEST(QuantizedLinear, BackwardIsOverridden) {
+  for (const BackwardOverride given :
+       {BackwardOverride::HighPrecision, BackwardOverride::Dequantized}) {
+    const std::vector<RecipePtr> recipes{
+        std::make_shared<Float8CurrentScaling>(
+            Float8CurrentScalingOptions{.backward_override = given}),
+        std::make_shared<Float8BlockScaling>(Float8BlockScalingOptions{.backward_override = given}),
+        std::make_shared<MXFP8BlockScaling>(MXFP8BlockScalingOptions{.backward_override = given}),
+        std::make_shared<NVFP4BlockScaling>(NVFP4BlockScalingOptions{.backward_override = given}),
+    };
+    for (const RecipePtr& recipe : recipes) {
+      SCOPED_TRACE(recipe->key());
+      torch::manual_seed(1);
+      BasicLinearOptions options(160, 48);
+      options.device = at::kCPU;
+      BasicLinear linear(options);
+      const Tensor x = torch::randn({64, 160}).requires_grad_();
+      const Tensor dy = torch::randn({64, 48});
+      OperationFuser fuser({linear.ptr()});
+      Tensor y;
+      {
+        Autocast autocast({.recipe = recipe});
+        y = fuser(x)[0];
+      }
+      y.backward(dy);
+      const auto q_x = recipe->make_quantizer({"linear", "input", ""}, at::kCPU);
+      const auto q_w = recipe->make_quantizer({"linear", "weight", ""}, at::kCPU);
+      const Tensor xq = wide(quantized(q_x, x.detach()), false);
+      const Tensor wq = wide(quantized(q_w, linear->weight().detach()), false);
+      expect_close(y.detach(), xq.mm(wq.t()), at::kFloat, "y");
+      const bool high = given == BackwardOverride::HighPrecision;
+      const Tensor wide_dy = dy.to(at::kDouble);
+      expect_close(x.grad(), wide_dy.mm(high ? linear->weight().detach().to(at::kDouble) : wq),
+                   at::kFloat, "dx");
+      expect_close(linear->weight().grad(), wide_dy.t().mm(high ? x.detach().to(at::kDouble) : xq),
+                   at::kFloat, "dw");
+      EXPECT_EQ(linear->quantization()->backward_quantizer(0), nullptr);
+    }
+  }
+  EXPECT_THROW(backward_override_from("R", "bf16"), c10::Error);
+}
+
 TEST(QuantizedLinear, ProductsOfTheDequantizedOperands) {
   for (const auto& [name, make] : recipes()) {
+    SCOPED_TRACE(name);
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
-      for (const auto& [t, k, n] : {std::tuple(48, 160, 272), std::tuple(7, 33, 19)}) {
-        SCOPED_TRACE(std::string(name) + " " + c10::toString(dtype) + " " + std::to_string(k));
-        torch::manual_seed(1);
-        const RecipePtr recipe = make();
-        BasicLinearOptions options(k, n);
-        options.device = at::kCPU;
-        options.dtype = dtype;
-        BasicLinear linear(options);
-        Tensor x = torch::randn({2, t, k}).to(dtype).requires_grad_();
-        const Tensor dy = torch::randn({2, t, n}).to(dtype);
-        OperationFuser fuser({linear.ptr()});
-        Tensor y;
-        {
-          Autocast autocast({.recipe = recipe});
-          y = fuser(x)[0];
-        }
-        EXPECT_EQ(y.scalar_type(), dtype);
-        torch::manual_seed(2);
-        y.backward(dy);
+      for (const std::tuple<int, int, int>& sizes : {std::tuple(48, 160, 272), {7, 33, 19}}) {
+        expect_products_of_dequantized(make(), dtype, sizes, {}, 1.0, {"BasicLinear"});
+      }
+    }
+  }
+}
 
-        const OpQuantizationPtr state = linear->quantization();
-        ASSERT_NE(state, nullptr);
-        for (auto& q : state->forward) {
-          if (q->delayed) q->delayed->scale.fill_(1.0F);
-        }
-        const auto q_dy = recipe->make_quantizer({"linear", "grad_output", ""}, at::kCPU);
-        const auto q_x = recipe->make_quantizer({"linear", "input", ""}, at::kCPU);
-        const auto q_w = recipe->make_quantizer({"linear", "weight", ""}, at::kCPU);
-        const QuantizedPtr xq = quantized(q_x, x.detach().view({2 * t, k}));
-        const QuantizedPtr wq = quantized(q_w, linear->weight().detach());
-        torch::manual_seed(2);
-        const QuantizedPtr dyq = quantized(q_dy, dy.view({2 * t, n}));
-        expect_close(y.detach().view({2 * t, n}), wide(xq, false).mm(wide(wq, false).t()), dtype,
-                     "y");
-        expect_close(x.grad().view({2 * t, k}), wide(dyq, false).mm(wide(wq, true)), dtype, "dx");
-        expect_close(linear->weight().grad(), wide_transposed(dyq).mm(wide_transposed(xq).t()),
-                     dtype, "dw");
+TEST(QuantizedLinear, AScaleIsTheAlphaOfTheProducts) {
+  for (const auto& [name, make] : recipes()) {
+    SCOPED_TRACE(name);
+    for (const double scale : {3.0, -0.7, 0.0}) {
+      const OpPtr by = ConstantScale(scale).ptr();
+      for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+        expect_products_of_dequantized(make(), dtype, {7, 33, 19}, {by}, scale,
+                                       {"BackwardLinearScale"});
+        expect_products_of_dequantized(make(), dtype, {7, 33, 19}, {by, AddExtraInput().ptr()},
+                                       scale, {"BackwardLinearScale", "AddExtraInput"});
       }
     }
   }
@@ -229,7 +306,7 @@ TEST(QuantizedLinear, TheWeightIsQuantizedOncePerVersion) {
   const auto cached = [&] {
     Autocast autocast({.recipe = recipe});
     fuser(x);
-    return linear->quantization()->weight.get(
+    return linear->quantization()->weight->get(
         linear->weight(), *linear->quantization()->forward_quantizer(1), {true, false});
   };
   const QuantizedPtr first = cached();
@@ -313,7 +390,7 @@ TEST(QuantizedLinear, CalibrationNotesButDoesNotQuantize) {
   EXPECT_EQ(input.history[0].item<float>(), x.abs().max().item<float>());
 }
 
-TEST(QuantizedLinear, StatesOfTwoRecipesDoNotMix) {
+TEST(QuantizedLinear, RecipesOfDelayedScalingHaveOneState) {
   BasicLinearOptions options(64, 32);
   options.device = at::kCPU;
   BasicLinear linear(options);
@@ -329,10 +406,10 @@ TEST(QuantizedLinear, StatesOfTwoRecipesDoNotMix) {
   const auto b = std::make_shared<DelayedScaling>(other);
   const DelayedScalePtr of_a = run(a, 2.0F);
   const DelayedScalePtr of_b = run(b, 4.0F);
-  EXPECT_NE(of_a, of_b);
-  EXPECT_EQ(of_a->scale.item<float>(), 448.0F / 2.0F);
+  EXPECT_EQ(of_a, of_b);
   EXPECT_EQ(of_b->scale.item<float>(), 448.0F / 4.0F / 2.0F);
-  EXPECT_EQ(run(std::make_shared<DelayedScaling>(), 1.0F), of_a) << "equal recipes are one";
+  EXPECT_EQ(run(std::make_shared<DelayedScaling>(), 1.0F), of_a);
+  EXPECT_EQ(of_a->scale.item<float>(), 448.0F / 4.0F);
 }
 
 TEST(QuantizedLinear, ActivationsKeepTheirInputInFp8) {

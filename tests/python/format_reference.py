@@ -178,7 +178,8 @@ def quantize_nv(x: torch.Tensor, f: dict[str, Any], stream: int, seed: int) -> M
     amax = amax.amax(1) if f["row_scaled"] else amax.amax().view(1)
     amax = amax.clamp(max=FLT_MAX)
     four_over_six = f["four_over_six"] != "none"
-    upper = (amax / torch.tensor(1536.0 if four_over_six else 2688.0)).clamp(min=FLT_MIN)
+    to_256 = four_over_six and not f.get("scales_to_448", False)
+    upper = (amax / torch.tensor(1536.0 if to_256 else 2688.0)).clamp(min=FLT_MIN)
     u = uniform(x.shape, stream, seed) if f["stochastic_rounding"] else None
     code, scale, values = nv_candidate(x, f, upper, 6.0, u)
     if four_over_six:

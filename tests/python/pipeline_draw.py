@@ -25,8 +25,6 @@ SCALED = ("ScaledSwiGLU", "ScaledSReLU", "ScaledClampedQGeGLU", "ScaledSiTUGLU")
 DEGREES = {"SReLU": 2, "ScaledSReLU": 2, "SReGLU": 3, "TimesExtra": 2}
 DEGREES |= {name: 2 for name in (*GATED, *SCALED) if name not in DEGREES}
 HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
-#: What has no memory of its own for its output.
-VIEWS = ("Identity", "Reshape", "Dropout")
 BRANCHES = ("AddExtraInput", "MakeExtraOutput")
 
 

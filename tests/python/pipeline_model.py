@@ -101,6 +101,27 @@ class Model:
         key = "accumulate_into_main_grad"
         return [m.weight for m in given if self.data[id(m)].options.get(key)]
 
+    def fused_scales(self) -> list[bool]:
+        """Of each ConstantScale, in order: was it fused with the linear before it for backward?"""
+
+        def of_fuser(fuser: te.ops.OperationFuser) -> Iterator[bool]:
+            fused = [(op, at) for op, at in fuser._backward_ops if op.is_fused_op]
+            scaled = [at for op, at in fused if isinstance(op, te.ops.fused.BackwardLinearScale)]
+            for at, op in enumerate(fuser._basic_ops):
+                if isinstance(op, te.ops.ConstantScale):
+                    yield any(at in covered for covered in scaled)
+
+        def walk(module: Any) -> Iterator[bool]:
+            if isinstance(module, te.ops.OperationFuser):
+                yield from of_fuser(module)
+            elif isinstance(module, te.ops.ConstantScale):
+                yield False
+            elif isinstance(module, (te.ops.Sequential, torch.nn.Sequential)):
+                for part in getattr(module, "_module_groups", None) or module:
+                    yield from walk(part)
+
+        return list(walk(self.call))
+
     def freeze(self, how: str) -> None:
         self.root.requires_grad_(how != "all")
         if how != "as said":

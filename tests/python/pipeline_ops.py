@@ -200,48 +200,80 @@ def _num_parameters(op: Any) -> int:
     return len(op._impl.parameters if isinstance(op, BuiltinOperation) else list(op.parameters()))
 
 
+def _taken_from(op: Any) -> list[str]:
+    return [op._handle.extra_input_channel(i) for i in range(op.num_extra_inputs)]
+
+
+def _given_to(op: Any) -> list[str]:
+    return [op._handle.extra_output_channel(i) for i in range(op.num_extra_outputs)]
+
+
 class Pieces(Base):
-    """Runs its basic operations one after the other, whatever they are."""
+    """Runs its basic operations one after the other, whatever they are, and channels inside."""
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **unused):
-        x, outputs = input_, []
+        x, outputs, inside = input_, [], {}
         for op, ctx, extra in zip(
             self.basic_ops, basic_op_ctxs, basic_op_extra_inputs, strict=True
         ):
-            x, extras = _forward(op, ctx, x, extra)
+            names = zip(_taken_from(op), extra, strict=True)
+            x, extras = _forward(op, ctx, x, tuple(inside.get(name, t) for name, t in names))
+            inside |= {name: t for name, t in zip(_given_to(op), extras, strict=True) if name}
             outputs.append(extras)
         return x, outputs
 
     def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
         dy, param_grads, extra_grads = grad_output, [], []
+        inside = {name for op in self.basic_ops for name in _given_to(op) if name}
+        sums: dict[str, Tensor] = {}
         steps = zip(self.basic_ops, basic_op_ctxs, basic_op_grad_extra_outputs, strict=True)
         for op, ctx, grads in reversed(list(steps)):
             params = (None,) * _num_parameters(op)
             extras = (None,) * op.num_extra_inputs
             if ctx.requires_grad:
+                names = zip(_given_to(op), grads, strict=True)
+                grads = tuple(g + sums[name] if name in sums else g for name, g in names)
                 dy, *given = _backward(op, ctx, dy, grads)
                 params, extras = given[0] or params, given[1] or extras
+            for i, name in enumerate(_taken_from(op)):
+                if name in inside and extras[i] is not None:
+                    sums[name] = sums[name] + extras[i] if name in sums else extras[i]
+                    extras = (*extras[:i], None, *extras[i + 1 :])
             param_grads.insert(0, params)
             extra_grads.insert(0, extras)
         return dy, param_grads, extra_grads
 
 
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
+    if a is b or isinstance(a, te.QuantizedTensor) or isinstance(b, te.QuantizedTensor):
+        return a is b
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 class SplitPieces(Pieces):
-    """The same with a forward in the split form: what later operations take is kept."""
+    """The same with a forward in the split form: what later operations take is kept.
+
+    What lies in the input's memory is not fresh: the second half makes such views again.
+    """
 
     def fuser_forward_compute(self, input_, *, requires_grad, **unused):
         x, kept = input_, []
         for k, op in enumerate(self.basic_ops):
-            out, fresh = op.op_forward_compute(x, requires_grad=requires_grad[k])
-            kept.append((*fresh, x) if k else tuple(fresh))
-            x = out
+            taken = None if _shares_memory(x, input_) else x
+            x, fresh = op.op_forward_compute(x, requires_grad=requires_grad[k])
+            kept.append((*fresh, taken))
         return x, [() for _ in kept], kept
 
     def fuser_forward_save_ctx(
         self, basic_op_ctxs, input_, tensors_to_save, *, requires_grad, **unused
     ):
+        x = input_
         for k, op in enumerate(self.basic_ops):
-            *fresh, x = (*tensors_to_save[k],) if k else (*tensors_to_save[k], input_)
+            *fresh, taken = tensors_to_save[k]
+            if k and taken is None:
+                x, _ = self.basic_ops[k - 1].op_forward_compute(x, requires_grad=False)
+            elif k:
+                x = taken
             if requires_grad[k]:
                 op.op_forward_save_ctx(basic_op_ctxs[k], x, tuple(fresh), requires_grad=True)
 
@@ -317,15 +349,6 @@ def op_class(name: str) -> type:
     return GUESTS[name] if name in GUESTS else getattr(te.ops, name)
 
 
-def _channels(ops: list[Any]) -> tuple[set[str], set[str]]:
-    taken, given = set(), set()
-    for op in ops:
-        handle = op._handle
-        taken |= {handle.extra_input_channel(i) for i in range(handle.num_extra_inputs)}
-        given |= {handle.extra_output_channel(i) for i in range(handle.num_extra_outputs)}
-    return taken - {""}, given - {""}
-
-
 def as_fusion(fuse: Fuse) -> Any:
     """What to register: a Fusion, or a function that scans the list."""
     made, classes = STYLES[fuse.style], [op_class(name) for name in fuse.pattern]
@@ -337,9 +360,6 @@ def as_fusion(fuse: Fuse) -> Any:
         while at < len(ops):
             window = ops[at : at + len(classes)]
             matches = [type(op) for op in window] == classes
-            if matches:
-                taken, given = _channels(window)
-                matches = not taken & given
             out.append(made(*window) if matches else ops[at])
             at += len(classes) if matches else 1
         return out

@@ -10,7 +10,7 @@ is the measure of how far a right result may be.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from ligature.common.recipe import Recipe
 from pipeline_case import Op
 from pipeline_ops import GUESTS
-from quantized_reference import LinearRecipe, cached_input, keeps_fp8, rounded_through
+from quantized_reference import Alpha, LinearRecipe, cached_input, keeps_fp8, rounded_through
 from reference import Reference, l2_normalization, layer_norm, rms_norm, split_glu
 
 import ligature as te
@@ -43,21 +43,56 @@ class _Round(torch.autograd.Function):
         return ctx.noise(grad), None
 
 
+class _Scale(torch.autograd.Function):
+    """A constant scale. In backward it may be left to the product before it, as its alpha."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: float, alpha: Alpha | None, is_fused: Callable[[], bool]
+    ) -> Tensor:
+        ctx.scale, ctx.alpha, ctx.is_fused = scale, alpha, is_fused
+        return scale * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.is_fused():
+            ctx.alpha.value = ctx.scale
+            return grad.clone(), None, None, None
+        return ctx.scale * grad, None, None, None
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """64 bits, each of which depends on all that were given."""
+
+    def shifted(count: int) -> Tensor:
+        return (bits >> count) & ((1 << (64 - count)) - 1)
+
+    for factor, count in ((-0x40A7B892E31B1A47, 30), (-0x6B2FB644ECCEEE15, 27)):
+        bits = (bits ^ shifted(count)) * factor
+    return bits ^ shifted(31)
+
+
 class Rounding:
     """Disturbs values as a rounding to their dtype may; ``side`` is where values at a kink go.
+
+    Equal values in one place of the pipeline are rounded equally: where rows repeat, their errors
+    do not average out.
 
     ``width``: by so many roundings in float32, and by as many of the largest value. Under a recipe
     a product has that error of its own, as what was off before is rounded away.
     """
 
     def __init__(self, seed: int, side: int | None, width: float = 0.0) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+        self.stream = seed << 32
         self.side = side
         self.width = width
 
     def uniform(self, x: Tensor) -> Tensor:
-        noise = torch.rand(x.shape, generator=self.generator, dtype=torch.float64, device="cpu")
-        return (2 * noise - 1).to(x.device)
+        self.stream += 1
+        # float64 products of equal rows may differ in their last bits.
+        bits = x.detach().float().contiguous().view(torch.int32).long()
+        bits = _mixed(_mixed(bits) + self.stream)
+        return (bits >> 11).double() * 2.0**-52
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         info = torch.finfo(dtype)
@@ -98,7 +133,9 @@ class PipelineReference(Reference):
     """A model in float64: values, dtypes that its results should have, and what hooks should see.
 
     ``extra`` gives the next extra input of the caller: a float64 tensor and the dtype of the real
-    one, given the operation and the shape.
+    one, given the operation and the shape. ``fused_scales`` says, when backward runs, of each
+    ConstantScale whether it is fused with the linear before it: then the gradient is quantized
+    before it is scaled.
     """
 
     def __init__(
@@ -121,10 +158,17 @@ class PipelineReference(Reference):
         self.largest = 0.0  # of the values and gradients on the way
 
     def run(
-        self, x: Tensor, dtype: torch.dtype, extra: Callable[..., Made]
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        extra: Callable[..., Made],
+        fused_scales: Sequence[bool] = (),
     ) -> tuple[list[Made], dict[int, list[Tensor]]]:
         """The output and the extra outputs; and what each module returned each time."""
         self.dtype = dtype
+        self.fused_scales = fused_scales
+        self.scales_seen = 0
+        self.alpha: Alpha | None = None  # of the linear that was computed last
         self.extra = extra
         self.kinks_seen = 0
         self.outputs: list[Made] = []
@@ -161,6 +205,7 @@ class PipelineReference(Reference):
                 x = self._walk(child, x, inner)
             x = x.clone()
         else:
+            self.alpha_before, self.alpha = self.alpha, None
             x, self.dtype = self._step(module, x, channels)
             x = self._rounded(x, self.dtype)
         if x.requires_grad:
@@ -224,7 +269,8 @@ class PipelineReference(Reference):
         linear = self.linears.setdefault(id(module), LinearRecipe(self.recipe))
         if self.rounding is not None:
             x = self.rounding(x, dtype)
-        y = linear.product(x, Reference._parameter(self, module.weight), dtype)
+        self.alpha = Alpha()
+        y = linear.product(x, Reference._parameter(self, module.weight), dtype, self.alpha)
         if self.rounding is not None:
             y = self.rounding(y, dtype)
         bias = self._parameter(getattr(module, "bias", None))
@@ -239,6 +285,8 @@ class PipelineReference(Reference):
             return x if self.recipe is None else rounded_through(module, x, self.recipe)
         if self.recipe is not None and isinstance(module, (te.ops.Linear, te.ops.BasicLinear)):
             return self._quantized(module, x)
+        if self.recipe is not None and isinstance(module, te.ops.ConstantScale):
+            return self._scaled(module, x)
         if keeps_fp8(module):
             plain = super()._apply
             return cached_input(lambda v: plain(module, v), x, self.dtype)
@@ -263,6 +311,11 @@ class PipelineReference(Reference):
             # Backward takes the gradient in the input's dtype, whatever autocast made the output.
             return y if self._cast(self.dtype) == self.dtype else self.rounding(y, self.dtype)
         return super()._apply(module, x)
+
+    def _scaled(self, module: Any, x: Tensor) -> Tensor:
+        fused, at = self.fused_scales, self.scales_seen
+        self.scales_seen += 1
+        return _Scale.apply(x, module.scale, self.alpha_before, lambda: any(fused[at : at + 1]))
 
     def _taken(self, module: torch.nn.Module, x: Tensor) -> Tensor:
         """The input of an activation, as autocast rounds it."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from pipeline_case import Call, Case, Fuse, Nest, Op, every_op
-from pipeline_draw import BRANCHES, DTYPES, HOOKS, LAYOUTS, ROWS, SCALED, SMOOTH, VIEWS, Draw
+from pipeline_draw import BRANCHES, DTYPES, HOOKS, LAYOUTS, ROWS, SCALED, SMOOTH, Draw
 from pipeline_ops import GUESTS, LINEAR_SILU
 from quantized_reference import RECIPES
 
@@ -259,7 +259,6 @@ class _Maker(Draw):
                 pattern = ("Linear", *pattern[2:])
             style = "Pieces"
             halves = not set(pattern) & {"Linear", *GUESTS, *BRANCHES, *SCALED}
-            halves = halves and not set(pattern[:-1]) & set(VIEWS)
             if kind == "forward" and halves and self.chance(40):
                 style = "SplitPieces"
             plain = not (self.mixed or self.autocast or (self.main_grad and kind != "forward"))

@@ -10,6 +10,9 @@ column-wise data of what is summed over the others:
 
 Where both operands of dw were transformed by the same orthogonal matrix, so are the sums, and the
 product of the transformed ones is taken as it is.
+
+A recipe that overrides backward leaves dy as it is, and takes x and w as they were before they were
+quantized, or as the forward product had them.
 """
 
 from __future__ import annotations
@@ -63,12 +66,32 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         nvfp4_4over6="weights", nvfp4_4over6_err_mode="MSE", disable_stochastic_rounding=True
     ),
 }
+#: Those that random pipelines, whose numbers must stay what they are, do not draw.
+MORE_RECIPES: dict[str, Callable[[], Recipe]] = {
+    "nvfp4 4/6 to 448": lambda: NVFP4BlockScaling(
+        nvfp4_4over6="all",
+        nvfp4_4over6_e4m3_use_256="weights",
+        disable_rht=True,
+        disable_stochastic_rounding=True,
+    ),
+    "current, backward high": lambda: Float8CurrentScaling(backward_override="high_precision"),
+    "mxfp8, backward dequantized": lambda: MXFP8BlockScaling(backward_override="dequantized"),
+    "nvfp4, backward dequantized": lambda: NVFP4BlockScaling(backward_override="dequantized"),
+    "block f32, backward high": lambda: Float8BlockScaling(
+        use_f32_scales=True, backward_override="high_precision"
+    ),
+}
+EVERY_RECIPE = {**RECIPES, **MORE_RECIPES}
 #: One of each kind, for what does not depend on the rest.
 SOME_RECIPES = ("delayed", "current", "block f32", "mxfp8", "nvfp4")
 
 
 def is_stochastic(recipe: Recipe) -> bool:
-    return isinstance(recipe, NVFP4BlockScaling) and not recipe.disable_stochastic_rounding
+    return (
+        isinstance(recipe, NVFP4BlockScaling)
+        and not recipe.disable_stochastic_rounding
+        and recipe.backward_override is None
+    )
 
 
 def format_of(recipe: Recipe, role: str) -> dict[str, Any]:
@@ -93,6 +116,7 @@ def format_of(recipe: Recipe, role: str) -> dict[str, Any]:
         if role in where.get(recipe.nvfp4_4over6, ()):
             mse = recipe.nvfp4_4over6_err_mode == "MSE"
             f["four_over_six"] = "mean_square" if mse else "mean_absolute"
+            f["scales_to_448"] = role not in where.get(recipe.nvfp4_4over6_e4m3_use_256, ())
         return f
     backward = role == "grad_output" and recipe.fp8_format is Format.HYBRID
     f["element"] = "e5m2" if backward or recipe.fp8_format is Format.E5M2 else "e4m3"
@@ -154,6 +178,12 @@ def next_seed() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None)) % 2**64
 
 
+class Alpha:
+    """What the gradients of one product are multiplied by, after it."""
+
+    value = 1.0
+
+
 class LinearRecipe:
     """What one linear has of a recipe."""
 
@@ -161,6 +191,7 @@ class LinearRecipe:
         self.formats = {
             role: format_of(recipe, role) for role in ("input", "weight", "grad_output")
         }
+        self.backward_override = recipe.backward_override
         self.factors: dict[str, Factor] = {}
         if isinstance(recipe, DelayedScaling):
             assert isinstance(recipe.amax_compute_algo, str)
@@ -189,14 +220,19 @@ class LinearRecipe:
                 self.factors[role].update()
                 self.met.remove(role)
 
-    def product(self, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    def product(
+        self, x: Tensor, w: Tensor, dtype: torch.dtype, alpha: Alpha | None = None
+    ) -> Tensor:
         """``x w^T`` in float64; ``dtype`` is what operands have before they are rounded."""
-        return _Product.apply(x, w, self, dtype)
+        return _Product.apply(x, w, self, dtype, alpha or Alpha())
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, linear: LinearRecipe, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, linear: LinearRecipe, dtype: torch.dtype, alpha: Alpha
+    ) -> Tensor:
+        ctx.alpha = alpha
         matrix = x.reshape(-1, x.shape[-1]).to(dtype).float()
         ctx.scales = linear.scale("input"), linear.scale("weight")
         ctx.operands, ctx.linear, ctx.dtype, ctx.sizes = (matrix, w.float()), linear, dtype, x.shape
@@ -208,20 +244,35 @@ class _Product(torch.autograd.Function):
         return y.view(*x.shape[:-1], w.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, w = ctx.operands
         linear, f = ctx.linear, ctx.linear.formats
         dy = grad.reshape(-1, w.shape[0]).to(ctx.dtype).float()
+        if linear.backward_override is not None:
+            return *overridden_gradients(ctx, dy), None, None, None
         seed = next_seed() if f["grad_output"]["stochastic_rounding"] else 0
         given = {"f": f["grad_output"], "scale": linear.scale("grad_output"), "seed": seed}
         linear.note("grad_output", dy)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = rowwise(dy, **given) @ columnwise(w, f["weight"], ctx.scales[1]).t()
-            dx = dx.view(ctx.sizes)
+            dx = ctx.alpha.value * dx.view(ctx.sizes)
         if ctx.needs_input_grad[1]:
             dw = columnwise(dy, **given) @ columnwise(x, f["input"], ctx.scales[0]).t()
-        return dx, dw, None, None
+            dw = ctx.alpha.value * dw
+        return dx, dw, None, None, None
+
+
+def overridden_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Of a product whose backward has operands in high precision."""
+    x, w = (operand.double() for operand in ctx.operands)
+    if ctx.linear.backward_override == "dequantized":
+        f = ctx.linear.formats
+        x, w = rowwise(x, f["input"], ctx.scales[0]), rowwise(w, f["weight"], ctx.scales[1])
+        x, w = x.to(ctx.dtype).double(), w.to(ctx.dtype).double()
+    dy = ctx.alpha.value * dy.double()
+    dx = (dy @ w).view(ctx.sizes) if ctx.needs_input_grad[0] else None
+    return dx, dy.t() @ x if ctx.needs_input_grad[1] else None
 
 
 # -- activations that keep their input in FP8
@@ -247,7 +298,7 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.backward:
+        if ctx.backward and ctx.recipe.backward_override is None:
             grad = _rounded(grad, format_of(ctx.recipe, "grad_output"))
         return grad, None, None, None
 

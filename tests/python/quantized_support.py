@@ -42,6 +42,19 @@ def make(kind: str, *shape: int, dtype: torch.dtype = torch.float32, **kw: Any) 
     return QUANTIZERS[kind](**kw)(torch.randn(shape or (32, 48), dtype=dtype))
 
 
+def written(q: torch.Tensor, x: torch.Tensor) -> QuantizedTensor:
+    """What a write of ``x`` leaves in ``q``: with delayed scaling, a scale that holds it."""
+    assert isinstance(q, QuantizedTensor)
+    quantizer = q._quantizer
+    if isinstance(quantizer, Float8Quantizer):
+        largest = 448.0 if quantizer.dtype is E4M3 else 57344.0
+        amax = x.detach().float().abs().max()
+        scale = torch.full((1,), largest) / amax if amax > 0 else torch.ones(1)
+        usage = {"rowwise": q.rowwise_data is not None, "columnwise": q.columnwise_data is not None}
+        quantizer = Float8Quantizer(scale, torch.zeros(1), quantizer.dtype, **usage)
+    return quantizer.quantize(x.detach())
+
+
 def bits(q: torch.Tensor) -> list[torch.Tensor]:
     """Copies of all its parts."""
     assert isinstance(q, QuantizedTensor)

@@ -258,6 +258,16 @@ def test_an_extra_input_in_place() -> None:
         assert pair.graphs == 1
 
 
+def test_a_leaf_in_place_is_refused() -> None:
+    model = ops.Sequential(ops.Linear(H, H), ops.AddExtraInput(in_place=True))
+    compiled = torch.compile(lambda x, extra: model(x, extra), backend="aot_eager")
+    leaf = x_of(6, H)
+    before = leaf.detach().clone()
+    with pytest.raises(RuntimeError, match="a compiled graph cannot do that"):
+        compiled(x_of(6, H), leaf)
+    assert torch.equal(leaf.detach(), before)
+
+
 def test_op_kwargs() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:

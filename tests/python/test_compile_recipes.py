@@ -3,6 +3,7 @@ inside it, against eager mode bit by bit, the state of delayed scaling included.
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 from compile_support import Pair, mlp, one_thread
+from ligature.common import recipe as recipes
 from ligature.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
-from quantized_reference import RECIPES, SOME_RECIPES
+from ligature.quantization.scope import SCOPE
+from quantized_reference import EVERY_RECIPE as RECIPES
+from quantized_reference import SOME_RECIPES
 
 import ligature as te
+from ligature.quantization import recipe_base
 
 pytestmark = [
     pytest.mark.usefixtures("device"),
@@ -74,6 +79,112 @@ def test_the_default_recipe_inside() -> None:
     for seed in range(2):
         pair.step(x_of(8, H), seed=seed)
     assert pair.graphs == 1
+
+
+@SOME
+def test_the_second_call_makes_no_graph(name: str) -> None:
+    """In a process that has never entered an autocast in eager mode."""
+    model, recipe, x = mlp(H, 64), RECIPES[name](), x_of(32, H)
+    SCOPE.__dict__.clear()
+    SCOPE.__init__()  # type: ignore[misc]
+
+    def step(x: Tensor) -> Tensor:
+        with te.autocast(recipe=recipe):
+            return model(x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            compiled(x).sum().backward()
+
+
+def newest(history: Tensor) -> Tensor:
+    return history[0]
+
+
+def no_quantizer(role: Any) -> None:
+    return None
+
+
+def set_afterwards() -> Recipe:
+    recipe = Float8CurrentScaling(fp8_gemm_dgrad=recipes.MMParams(use_split_accumulator=False))
+    recipe.fp8_quant_fwd_inp = recipes.QParams(power_2_scale=True, amax_epsilon=0.25)
+    recipe.use_power_2_scales = True
+    return recipe
+
+
+MADE_INSIDE: dict[str, Any] = {
+    **{name: (lambda make=make: make()) for name, make in RECIPES.items()},
+    "arguments": lambda: DelayedScaling(1, recipes.Format.E4M3, amax_history_len=4),
+    "function": lambda: DelayedScaling(amax_compute_algo=newest),
+    "split": lambda: Float8CurrentScaling(fp8_gemm_fprop=recipes.MMParams()),
+    "set": set_afterwards,
+    "custom": lambda: recipes.CustomRecipe(no_quantizer),
+}
+
+
+@pytest.mark.parametrize("name", MADE_INSIDE)
+def test_a_recipe_made_inside(name: str) -> None:
+    make = MADE_INSIDE[name]
+    model = mlp(H, 64)
+    twin = copy.deepcopy(model)
+
+    def step(model: Any, x: Tensor) -> tuple[Tensor, Recipe]:
+        recipe = make()
+        with te.autocast(recipe=recipe):
+            return model(x), recipe
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(2):
+            x = x_of(32, H)
+            torch.manual_seed(seed)
+            wanted, recipe = step(twin, x)
+            torch.manual_seed(seed)
+            got, given_out = compiled(model, x)
+            assert torch.equal(got, wanted)
+            assert given_out == recipe
+            assert given_out._native.key == recipe._native.key
+
+
+def test_too_many_arguments_inside() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x: Tensor) -> Tensor:
+        with te.autocast(recipe=DelayedScaling(*([0] * 30))):  # type: ignore[arg-type]
+            return x + 1
+
+    with pytest.raises(Exception, match=r"\[DelayedScaling\] takes .*margin.*got 30 arguments"):
+        step(torch.ones(2))
+
+
+def test_a_name_that_is_ignored_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe_base, "_warned", set())
+    model, x = mlp(H, 64), x_of(32, H)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x: Tensor) -> Tensor:
+        with te.autocast(recipe=DelayedScaling(margin=1, interval=4)):  # type: ignore[call-arg]
+            return model(x)
+
+    torch._dynamo.reset()
+    twin = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"\[DelayedScaling\] the argument 'interval'"):
+        y = step(x)
+    with te.autocast(recipe=DelayedScaling(margin=1)):
+        assert torch.equal(y, twin(x))
+
+
+def test_a_decorated_function() -> None:
+    model, x = mlp(H, 64), x_of(32, H)
+    decorated = te.autocast(recipe=Float8CurrentScaling())(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(decorated, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            assert torch.equal(compiled(x), decorated(x))
+    assert not torch.equal(compiled(x), model(x))
 
 
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])

@@ -41,6 +41,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nv 4/6 mse": {**NV, "four_over_six": "mean_square"},
     "nv 16x16 4/6": {**NV, "block_2d": True, "four_over_six": "mean_square"},
     "nv rows 4/6": {**NV, "row_scaled": True, "four_over_six": "mean_absolute"},
+    "nv 4/6 to 448": {**NV, "four_over_six": "mean_square", "scales_to_448": True},
     "nv hadamard": {**NV, "hadamard": True},
     "nv hadamard rows": {**NV, "hadamard": True, "row_scaled": True},
     "nv random": {**NV, "stochastic_rounding": True},

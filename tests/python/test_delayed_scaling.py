@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 from delayed_reference import Factor, LinearReference, factor_for, state_of
-from ligature.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from ligature.common.recipe import DelayedScaling, Format
 from quantized_reference import assert_product
 
 import ligature as te
@@ -285,30 +285,6 @@ def test_functions_that_give_nonsense() -> None:
     with pytest.raises(ZeroDivisionError):
         enter(scaling_factor_compute_algo=lambda *_: 1 / 0)
     assert not te.quantization.is_autocast_enabled()
-
-
-def test_recipes_do_not_share_state() -> None:
-    """Changed and changed back: each goes on where it was."""
-    linear = te.ops.BasicLinear(K, N)
-    short, long = LinearReference(2), LinearReference(5)
-    recipe = DelayedScaling(amax_history_len=2)
-    for step, length in enumerate((2, 2, 5, 2, 5, 5, 2)):
-        recipe.amax_history_len = length
-        reference = short if length == 2 else long
-        x, dy = torch.randn(M, K) * (step + 1), torch.randn(M, N)
-        with te.autocast(recipe=recipe):
-            y = linear(x)
-        close(y, reference.forward(x, linear.weight))
-        reference.x.update()
-        reference.w.update()
-        y.backward(dy)
-        reference.backward(dy)
-        reference.dy.update()
-        reference.check(linear)
-        with torch.no_grad():
-            linear.weight.mul_(1.5)
-        with te.autocast(recipe=Float8CurrentScaling()):
-            linear(x)
 
 
 def test_other_formats() -> None:

@@ -45,6 +45,19 @@ FORMATS: dict[str, dict[str, Any]] = {
         "row_scaled": True,
         "four_over_six": "mean_absolute",
     },
+    "nv 4/6 to 448": {
+        "scaling": "nv",
+        "element": "e2m1",
+        "four_over_six": "mean_absolute",
+        "scales_to_448": True,
+    },
+    "nv 16x16 4/6 to 448": {
+        "scaling": "nv",
+        "element": "e2m1",
+        "block_2d": True,
+        "four_over_six": "mean_square",
+        "scales_to_448": True,
+    },
 }
 ALL = pytest.mark.parametrize("name", FORMATS)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

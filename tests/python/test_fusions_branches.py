@@ -153,18 +153,83 @@ def test_add_in_place_into_a_strided_extra_input(with_linear: bool) -> None:
         assert torch.equal(extra, y)
 
 
-@pytest.mark.parametrize("with_linear", [True, False])
-def test_add_in_place_into_a_leaf_that_needs_a_gradient(with_linear: bool) -> None:
-    ops = [Linear(24, 24)] if with_linear else []
-    fuser = te.ops.OperationFuser([*ops, te.ops.AddExtraInput(in_place=True)])
-    leaf = make_input(5, 24)
-    before = leaf.detach().clone()
-    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
-        fuser(make_input(5, 24), leaf)
-    assert torch.equal(leaf, before)
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("after", ["nothing", "GELU", "MakeExtraOutput"])
+@pytest.mark.parametrize("before", ["nothing", "Linear", "scaled"])
+def test_add_in_place_into_a_leaf_that_needs_a_gradient(
+    before: str, after: str, view: bool
+) -> None:
+    """Its values are overwritten, and its gradient is that of the values before."""
+    ops = {
+        "nothing": [],
+        "Linear": [Linear(24, 24)],
+        "scaled": [te.ops.BasicLinear(24, 24), te.ops.ConstantScale(0.5)],
+    }[before]
+    rest = [] if after == "nothing" else [getattr(te.ops, after)()]
+    x, values = make_input(5, 24), torch.randn(10, 24)
+    results = []
+    for in_place in (False, True):
+        leaf = values.clone().requires_grad_()
+        extra = leaf[::2] if view else leaf
+        before_call = extra.detach().clone()
+        address, version = leaf.data_ptr(), leaf._version
+        fuser = te.ops.OperationFuser([*ops, te.ops.AddExtraInput(in_place=in_place), *rest])
+        inputs = [x[:5], extra] if view else [torch.cat([x, x]), extra]
+        y = fuser(*inputs)
+        outputs = y if isinstance(y, tuple) else (y,)
+        assert (leaf._version > version) == in_place
+        assert leaf.is_leaf
+        assert leaf.requires_grad
+        assert leaf.data_ptr() == address
+        assert all(out.requires_grad and not out.is_leaf for out in outputs)
+        summed = extra.detach() if in_place else extra.detach() + fuser_sum(ops, inputs[0])
+        torch.testing.assert_close(summed, before_call + fuser_sum(ops, inputs[0]))
+        sum((k + 2) * out.square().sum() for k, out in enumerate(outputs)).backward()
+        results.append([*(out.detach().clone() for out in outputs), x.grad, leaf.grad])
+        x.grad = None
+    for a, b in zip(*results, strict=True):
+        assert_close(a, b, torch.float32)
+
+
+def fuser_sum(ops: list, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        fuser(make_input(5, 24), leaf)
-    assert not torch.equal(leaf, before)
+        return te.ops.OperationFuser(ops)(x) if ops else x
+
+
+def test_add_in_place_into_a_leaf_without_gradients() -> None:
+    fuser = te.ops.OperationFuser([te.ops.AddExtraInput(in_place=True)])
+    x, leaf = make_input(5, 24), make_input(5, 24)
+    before = leaf.detach().clone()
+    with torch.no_grad():
+        y = fuser(x, leaf)
+    assert leaf.requires_grad
+    torch.testing.assert_close(leaf.detach(), before + x.detach())
+    torch.testing.assert_close(y, leaf)
+
+
+def test_add_in_place_into_a_leaf_is_seen_by_version_counters() -> None:
+    leaf = make_input(5, 24)
+    loss = leaf.square().sum()
+    y = te.ops.AddExtraInput(in_place=True)(torch.randn(5, 24), leaf)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    leaf.grad = None
+    z = te.ops.Sequential(te.ops.AddExtraInput(in_place=True), te.ops.SiLU())(y.detach(), leaf)
+    with torch.no_grad():
+        leaf.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+def test_an_optimizer_steps_a_leaf_that_was_overwritten() -> None:
+    leaf = make_input(5, 24)
+    optimizer = torch.optim.SGD([leaf], lr=0.5)
+    y = te.ops.AddExtraInput(in_place=True)(torch.ones(5, 24), leaf)
+    summed = leaf.detach().clone()
+    y.sum().backward()
+    assert (leaf.grad == 1).all()
+    optimizer.step()
+    torch.testing.assert_close(leaf.detach(), summed - 0.5)
 
 
 def test_add_in_place_over_what_backward_needs() -> None:

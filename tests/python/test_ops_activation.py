@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -180,3 +181,26 @@ def test_setting_an_option_later_is_seen() -> None:
     with pytest.raises(ValueError, match="limit must be positive"):
         op.limit = -1.0
     assert op.limit == 0.5
+
+
+@pytest.mark.parametrize("name", [*ACTIVATIONS, *SCALED])
+def test_options_are_readable(name: str) -> None:
+    cls = getattr(te.ops, name)
+    values = {"limit": 3.0, "alpha": 2.0, "glu_linear_offset": 0.5, "beta1": 2.0, "beta2": 3.0}
+    values |= {"glu_interleave_size": 4, "cache_quantized_input": True}
+    values |= {"activation_recompute_in_mlp": True}
+    options = {k: v for k, v in values.items() if k in inspect.signature(cls).parameters}
+    assert (name in SCALED) == ("activation_recompute_in_mlp" in options)
+    given = cls(**options)
+    for option, value in options.items():
+        assert getattr(given, option) == value
+        assert type(getattr(given, option)) is type(value)
+        assert getattr(cls(), option) == inspect.signature(cls).parameters[option].default
+        setattr(given, option, getattr(cls(), option))
+        assert getattr(given, option) == getattr(cls(), option)
+
+
+def test_a_limit_beyond_everything_does_not_clamp() -> None:
+    x = make_input(3, 8)
+    wide, other = te.ops.ClampedSwiGLU(limit=torch.inf), te.ops.ClampedSwiGLU(limit=1e30)
+    assert torch.equal(wide(x), other(x))

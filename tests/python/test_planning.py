@@ -113,12 +113,25 @@ def test_registered_fusions_fire(kind: str, declarative: bool, registered) -> No
     handle.unregister()
 
 
+#: The built-in fusions that te.ops has too; all others come after those that users register.
+IN_TE_OPS = {
+    "joint": [],
+    "forward": ["ForwardLinearScaleAdd", "ForwardLinearBiasAdd"],
+    "backward": [
+        "BackwardLinearAdd",
+        "BackwardLinearScale",
+        "BackwardActivationBias",
+        "BackwardAddRMSNorm",
+    ],
+}
+
+
 @pytest.mark.parametrize("kind", REGISTER)
 def test_handle_as_a_context_manager(kind: str) -> None:
     before = _C.registered_fusions(kind)
-    # What users register comes before the fusions of whatever linears with a bias are left.
-    last = [name for name in before if name.endswith(("without an activation", "LinearBias"))]
-    first = [name for name in before if name not in last]
+    first = IN_TE_OPS[kind]
+    last = [name for name in before if name not in first]
+    assert before == [*first, *last]
     fusion = te.ops.Fusion(SCALE_SILU, Pair, name="mine")
     with REGISTER[kind](fusion) as handle:
         assert isinstance(handle, te.ops.FusionHandle)
@@ -153,17 +166,18 @@ def test_order(prepend: bool, registered) -> None:
 
 
 def test_prepended_before_the_built_in_fusions(registered) -> None:
-    pattern = [te.ops.BasicLinear, te.ops.optional(te.ops.Bias), te.ops.GELU]
+    """Also before those that te.ops has: a linear and an addition in place."""
+    pattern = [te.ops.BasicLinear, te.ops.optional(te.ops.Bias), te.ops.AddExtraInput]
     make = lambda *ops: Pair(*[op for op in ops if op is not None])  # noqa: E731
     later = registered("forward", te.ops.Fusion(pattern, make))
-    ops = [te.ops.Linear(8, 8), te.ops.GELU()]
+    ops = [te.ops.Linear(8, 8), te.ops.AddExtraInput(in_place=True)]
     fuser = te.ops.OperationFuser(ops)
-    x = make_input(3, 8)
-    wanted = fuser(x)
-    assert forward_names(fuser) == ["ForwardLinearBiasActivation"]
+    x, extra = make_input(3, 8), torch.randn(3, 8)
+    wanted = fuser(x, extra.clone())
+    assert forward_names(fuser) == ["ForwardLinearBiasAdd"]
     later.unregister()
     registered("forward", te.ops.Fusion(pattern, make), prepend=True)
-    torch.testing.assert_close(fuser(x), wanted)
+    torch.testing.assert_close(fuser(x, extra.clone()), wanted)
     assert forward_names(fuser) == ["Pair"]
 
 

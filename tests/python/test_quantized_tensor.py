@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from quantized_support import CLASSES, E2M1, E4M3, EVERY, QUANTIZERS, bits, make, same_bits
+from quantized_support import (
+    CLASSES,
+    E2M1,
+    E4M3,
+    EVERY,
+    QUANTIZERS,
+    bits,
+    make,
+    same_bits,
+    written,
+)
 
 from ligature.quantization import (
     Float8Tensor,
@@ -22,7 +32,7 @@ from ligature.quantization import (
 
 def requantized(q: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
     """The values of ``q`` after ``values`` were written into it."""
-    return q._quantizer.quantize(values).dequantize()
+    return written(q, values).dequantize()
 
 
 # -- functions compute with the values
@@ -150,7 +160,7 @@ def test_writing_keeps_the_orientations_together(kind: str) -> None:
     q = make(kind, 32, 48)
     x = torch.randn(32, 48)
     q.copy_(x)
-    assert same_bits(q, q._quantizer.quantize(x))
+    assert same_bits(q, written(q, x))
     columnwise = make(kind, 32, 48, rowwise=False)
     columnwise.copy_(x)
     assert columnwise.rowwise_data is None
@@ -179,7 +189,7 @@ def test_quantized_from_quantized_copies_bytes(kind: str) -> None:
 def test_quantized_from_another_format() -> None:
     source, to = make("nv", 16, 32), make("mx", 16, 32)
     to.copy_(source)
-    assert same_bits(to, to._quantizer.quantize(source.dequantize()))
+    assert same_bits(to, written(to, source.dequantize()))
 
 
 @EVERY
@@ -187,7 +197,7 @@ def test_quantize_(kind: str) -> None:
     q = make(kind, 16, 32)
     x = torch.randn(16, 32, dtype=torch.bfloat16)
     assert q.quantize_(x) is q
-    assert torch.equal(q.dequantize(), q._quantizer.quantize(x, dtype=q.dtype).dequantize())
+    assert torch.equal(q.dequantize(), written(q, x).dequantize(q.dtype))
     before = bits(q)
     q.quantize_(x * 2, noop_flag=torch.ones(1))
     assert all(map(torch.equal, bits(q), before))

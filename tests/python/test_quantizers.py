@@ -315,9 +315,9 @@ X = torch.ones(4, 16, device="cpu")
             "with_post_rht_amax must be True",
         ),
         (
-            lambda: NVFP4Quantizer(E2M1, nvfp4_use_4over6=True, nvfp4_e4m3_max=448),
+            lambda: NVFP4Quantizer(E2M1, nvfp4_use_4over6=True, nvfp4_e4m3_max=384),
             ValueError,
-            "nvfp4_e4m3_max must be 256 with nvfp4_use_4over6, got 448",
+            "nvfp4_e4m3_max must be 256 or 448, got 384",
         ),
         (
             lambda: NVFP4Quantizer(E2M1, nvfp4_use_4over6=True, nvfp4_4over6_err_mode="L2"),

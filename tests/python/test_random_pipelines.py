@@ -207,9 +207,39 @@ FOUND |= {
         calls=(replace(CALL, shape=(5, 32), mode="inference"), *FLOATS.calls),
         recipe="block",
     ),
-    "a gradient that is scaled before it is quantized": replace(
+    "a gradient that is quantized before it is scaled": replace(
         FLOATS, ops=(Op("Linear", FLOAT), Op("ConstantScale", {"scale": -1.5})), recipe="mxfp8"
     ),
+    "rows that repeat, whose errors do not average out": Case(
+        ops=(
+            Op("GLU"),
+            Op("RMSNorm", {"normalized_shape": 16, "dtype": "float16"}),
+            Op("Linear", {**FLOAT, "in_features": 16, "out_features": 12}),
+            Op("SReLU", hooks=("forward", "forward_pre", "backward")),
+            Op("BasicLinear", {"in_features": 12, "out_features": 16, "dtype": "bfloat16"}),
+            Op("BasicLinear", {"in_features": 16, "out_features": 6, "dtype": "float16"}),
+        ),
+        calls=(Call(seed=272247, shape=(66, 32), layout="expanded"),),
+        dtype="bfloat16",
+        autocast="float16",
+        recipe="current",
+    ),
+}
+NORM = {"normalized_shape": 4, "dtype": "float64"}
+FOUND |= {
+    f"a split form behind {first.kind}, which returns its input": Case(
+        ops=(Op("GLU"), first, *others),
+        calls=(CALL,),
+        training=False,
+        fusions=(
+            Fuse("forward", (first.kind, *(op.kind for op in others)), "SplitPieces", "function"),
+        ),
+    )
+    for first, *others in (
+        (Op("Quantize", {"backward": True}), Op("LayerNorm", NORM)),
+        (Op("Identity"), Op("Reshape", {"shape": (-1, 2)}), Op("SiLU")),
+        (Op("Dropout", {"p": 0.3}), Op("Bias", BIAS), Op("Identity")),
+    )
 }
 
 

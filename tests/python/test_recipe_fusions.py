@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from ligature.common.recipe import Recipe
-from quantized_reference import RECIPES, SOME_RECIPES, distance
+from quantized_reference import EVERY_RECIPE as RECIPES
+from quantized_reference import SOME_RECIPES, Alpha, LinearRecipe, assert_product, distance
 from reference import ACTIVATIONS, GLU_ACTIVATIONS
 from test_fusions_support import backward_names, forward_names, leaf, parameters_of
 
@@ -58,6 +59,7 @@ def linear(dtype: torch.dtype, bias: bool = True, **options: Any) -> Any:
 
 
 Make = Callable[[torch.dtype], list[Any]]
+SCALED = "BackwardLinearScale"
 #: Operations, extra inputs, and the fused operations that their plans must have.
 FUSIONS: dict[str, tuple[Make, int, set[str]]] = {
     "linear, bias": (lambda d: [linear(d)], 0, {"ForwardLinearBiasActivation"}),
@@ -84,12 +86,13 @@ FUSIONS: dict[str, tuple[Make, int, set[str]]] = {
     "linear, scale, add": (
         lambda d: [linear(d, bias=False), ops.ConstantScale(-0.5), ops.AddExtraInput()],
         1,
-        {"ForwardLinearScaleAdd"},
+        {"ForwardLinearScaleAdd", SCALED},
     ),
+    # A power of two: the gradient has the same codes before and after it.
     "scale": (
-        lambda d: [linear(d, bias=False), ops.ConstantScale(3.0), linear(d)],
+        lambda d: [linear(d, bias=False), ops.ConstantScale(2.0), linear(d)],
         0,
-        set(),  # the gradient is scaled before it is quantized
+        {SCALED},
     ),
     "fork, linear": (
         lambda d: [ops.SiLU(), ops.MakeExtraOutput(), linear(d, bias=False)],
@@ -168,11 +171,15 @@ class Ran:
 
     @property
     def factors(self) -> list[Tensor]:
+        """That of a gradient that is scaled in the products is of what comes before the scale."""
         found = []
-        for op in self.fuser._basic_ops:
+        basic = self.fuser._basic_ops
+        for op, after in zip(basic, [*basic[1:], None], strict=True):
             if isinstance(op, ops.BasicLinear):
+                scaled = isinstance(after, ops.ConstantScale)
                 for _, forward, backward in op._handle.recipe_states():
-                    found += [torch.cat(state) for state in (*forward, *backward) if state]
+                    states = forward if scaled else (*forward, *backward)
+                    found += [torch.cat(state) for state in states if state]
         return found
 
 
@@ -202,6 +209,43 @@ def test_fused_is_unfused(what: str, name: str) -> None:
         compare(fused, plain, dtype)
         assert fused.formats == plain.formats
         assert fused.saved_bytes == plain.saved_bytes
+
+
+@EVERY
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("scale", [3.0, -0.7, 0.0])
+def test_a_scale_goes_into_the_products(scale: float, main_grad: bool, name: str) -> None:
+    """Against float64: the gradient is quantized as it comes, and remembered so."""
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(5)
+        recipe, module = RECIPES[name](), linear(dtype, False, accumulate_into_main_grad=main_grad)
+        fuser = ops.OperationFuser([module, ops.ConstantScale(scale)])
+        reference, alpha = LinearRecipe(recipe), Alpha()
+        alpha.value = scale
+        for step in range(3):
+            x = (torch.randn(3, 11, WIDE) * 2**step).to(dtype).requires_grad_()
+            dy = (torch.randn(3, 11, WIDE) * 0.1 * 4**step).to(dtype)
+            module.weight.grad = None
+            module.weight.main_grad = torch.ones_like(module.weight, dtype=torch.float32)
+            with te.autocast(recipe=recipe):
+                y = fuser(x)
+            assert backward_names(fuser) == [SCALED]
+            wide_x, w = x.detach().double().requires_grad_(), module.weight.detach().double()
+            wanted = reference.product(wide_x, w.requires_grad_(), dtype, alpha)
+            reference.update("input", "weight")
+            for output, grad in ((y, dy), (wanted, dy.double())):
+                torch.manual_seed(9)
+                output.backward(grad)
+            reference.update("grad_output")
+            assert_product(y, scale * wanted, dtype, "y", recipe)
+            assert_product(x.grad, wide_x.grad, dtype, "dx", recipe)
+            if main_grad:
+                got, added = module.weight.main_grad, 1 + w.grad
+                assert_product(got, added, torch.float32, "dw", recipe)
+            else:
+                assert_product(module.weight.grad, w.grad, dtype, "dw", recipe)
+            for state in fuser._basic_ops[0]._handle.recipe_states():
+                assert float(state[2][0][0]) == float(reference.factors["grad_output"].scale)
 
 
 @EVERY

@@ -39,19 +39,21 @@ DEFAULTS = {
         "reduce_amax": True,
         "fp8_dpa": False,
         "fp8_mha": False,
+        "backward_override": None,
     },
     Float8CurrentScaling: {
-        "fp8_format": Format.HYBRID,
         "use_power_2_scales": False,
+        "fp8_format": Format.HYBRID,
         "fp8_gemm_fprop": MMParams(use_split_accumulator=False),
         "fp8_gemm_dgrad": MMParams(use_split_accumulator=True),
         "fp8_gemm_wgrad": MMParams(use_split_accumulator=True),
         "fp8_dpa": False,
         "fp8_mha": False,
+        "backward_override": None,
     },
     Float8BlockScaling: {
-        "fp8_format": Format.E4M3,
         "use_f32_scales": False,
+        "fp8_format": Format.E4M3,
         "x_block_scaling_dim": 1,
         "w_block_scaling_dim": 2,
         "grad_block_scaling_dim": 1,
@@ -60,13 +62,15 @@ DEFAULTS = {
         "fp8_gemm_wgrad": MMParams(),
         "fp8_dpa": False,
         "fp8_mha": False,
+        "backward_override": None,
     },
     MXFP8BlockScaling: {
-        "fp8_format": Format.E4M3,
-        "enable_2d_quantization": False,
         "margin": 0,
+        "fp8_format": Format.E4M3,
         "fp8_dpa": False,
         "fp8_mha": False,
+        "backward_override": None,
+        "enable_2d_quantization": False,
     },
     NVFP4BlockScaling: {
         "disable_rht": False,
@@ -74,11 +78,13 @@ DEFAULTS = {
         "disable_2d_quantization": False,
         "row_scaled_activation": False,
         "nvfp4_4over6": "none",
+        "nvfp4_4over6_e4m3_use_256": "all",
         "nvfp4_4over6_err_mode": "MAE",
         "fp4_format": Format.E2M1,
         "fp8_format": Format.E4M3,
         "fp8_dpa": False,
         "fp8_mha": False,
+        "backward_override": None,
     },
 }
 KINDS = {
@@ -120,6 +126,8 @@ def test_no_environment_variable_changes_a_default(monkeypatch) -> None:
         "NVTE_NVFP4_DISABLE_2D_QUANTIZATION",
     ):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "dequantized")
+    monkeypatch.setenv("NVTE_NVFP4_4OVER6_E4M3_USE_256", "none")
     for cls, defaults in DEFAULTS.items():
         for name, value in defaults.items():
             assert getattr(cls(), name) == value
@@ -178,15 +186,21 @@ WRONG = [
     (Float8BlockScaling, "w_block_scaling_dim", "2", TypeError, "must be an int, got '2'"),
     (MXFP8BlockScaling, "fp8_format", None, TypeError, "must be a Format, got None"),
     (NVFP4BlockScaling, "nvfp4_4over6", "some", ValueError, "'weights', 'activations' or 'all'"),
+    (NVFP4BlockScaling, "nvfp4_4over6_e4m3_use_256", True, TypeError, "must be a str, got True"),
+    (NVFP4BlockScaling, "nvfp4_4over6_e4m3_use_256", "", ValueError, "'activations' or 'all'"),
     (NVFP4BlockScaling, "nvfp4_4over6_err_mode", "MAX", ValueError, "'MAE' or 'MSE', got 'MAX'"),
     (NVFP4BlockScaling, "fp4_format", Format.E4M3, ValueError, "must be Format.E2M1"),
+    (DelayedScaling, "backward_override", "dequantized", ValueError, "must be None with delayed"),
+    (MXFP8BlockScaling, "backward_override", "bf16", ValueError, "or 'dequantized', got 'bf16'"),
+    (NVFP4BlockScaling, "backward_override", "", TypeError, "or 'dequantized', got ''"),
+    (CustomRecipe, "fp8_format", "HYBRID", TypeError, "fp8_format must be a Format"),
     (CustomRecipe, "qfactory", None, TypeError, "qfactory must be a function, got None"),
 ]
 
 
 @pytest.mark.parametrize(("cls", "name", "value", "error", "message"), WRONG)
 def test_every_field_is_checked(cls, name, value, error, message) -> None:
-    given = {name: value}
+    given = {**({"qfactory": nothing} if cls is CustomRecipe else {}), name: value}
     with pytest.raises(error, match=message) as made:
         cls(**given)
     assert f"[{cls.__name__}]" in str(made.value)
@@ -232,8 +246,9 @@ def test_formats_of_blocks() -> None:
     assert [got[k]["hadamard"] for k in got] == [True, False, True]
     assert [got[k]["stochastic_rounding"] for k in got] == [False, False, True]
     assert [got[k]["block_2d"] for k in got] == [False, True, False]
-    recipe = NVFP4BlockScaling(True, True, True, True, "all", "MSE")
+    recipe = NVFP4BlockScaling(True, True, True, True, "all", "all", "MSE")
     got = formats(recipe)
+    assert not any(fields["scales_to_448"] for fields in got.values())
     assert [got[k]["row_scaled"] for k in got] == [True, False, False]
     assert [got[k]["four_over_six"] for k in got] == ["mean_square", "mean_square", "none"]
     assert not any(f["hadamard"] or f["stochastic_rounding"] or f["block_2d"] for f in got.values())

@@ -385,3 +385,34 @@ def test_a_graph_outlives_its_model() -> None:
     del model
     gc.collect()
     assert torch.equal(torch.autograd.grad(y, x)[0], wanted)
+
+
+def test_times() -> None:
+    linear = te.ops.Linear(8, 8)
+    block = te.ops.Sequential(linear, te.ops.GELU(), recompute="cheap")
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(approximate="tanh"))
+    plain[0].load_state_dict(dict(linear.named_parameters()))
+    given = torch.randn(4, 8, requires_grad=True)
+    for times in (1, 3):
+        for made in (block * times, times * block):
+            assert isinstance(made, te.ops.Sequential)
+            assert made is not block
+            assert list(made._modules) == list((plain * times)._modules)
+            assert [id(m) for m in made] == [id(m) for m in block] * times
+            assert made.recompute == "cheap"
+            got = torch.autograd.grad(made(given).sum(), [given, linear.weight, linear.bias])
+            wanted = torch.autograd.grad(
+                (plain * times)(given).sum(), [given, plain[0].weight, plain[0].bias]
+            )
+            for g, w in zip(got, wanted, strict=True):
+                torch.testing.assert_close(g, w)
+    same = block
+    block *= 2
+    assert block is same
+    assert len(block) == 4
+    for wrong, error in ((2.0, TypeError), ("2", TypeError), (0, ValueError), (-1, ValueError)):
+        with pytest.raises(error, match=r"\[Sequential\] it can be multiplied by"):
+            block * wrong
+        with pytest.raises(error, match=r"\[Sequential\] it can be multiplied by"):
+            block *= wrong
+    assert len(block) == 4

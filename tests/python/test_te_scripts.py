@@ -255,3 +255,161 @@ def test_joint_fusion(dtype: torch.dtype) -> None:
     torch.testing.assert_close(y, z.to(dtype), **tolerance)
     torch.testing.assert_close(x.grad, x64.grad.to(dtype), **tolerance)
     torch.testing.assert_close(model[0].weight.grad, w64.grad.to(dtype), **tolerance)
+
+
+# -- fusions see the list that te.ops would show them
+
+
+class ForwardLinearSiLU(te.ops.FusedOperation):
+    """Forward only; its contexts are filled by te.ops' conventions."""
+
+    def __init__(self, *, linear: te.ops.BasicLinear, silu: te.ops.SiLU) -> None:
+        super().__init__((linear, silu))
+
+    def fuser_forward(
+        self, basic_op_ctxs: list, input_: torch.Tensor, **unused
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        weight = self.basic_ops[0].weight
+        y = torch.matmul(input_, weight.T)
+        linear_ctx, silu_ctx = basic_op_ctxs
+        if linear_ctx.requires_grad:
+            linear_ctx.save_for_backward(input_, weight)
+            linear_ctx.with_quantized_compute = False
+            linear_ctx.input_quantizer = None
+            linear_ctx.weight_quantizer = None
+            linear_ctx.grad_output_quantizer = None
+            linear_ctx.grad_input_quantizer = None
+            linear_ctx.dtype = weight.dtype
+            linear_ctx.input_requires_grad = linear_ctx.requires_grad
+            linear_ctx.weight_requires_grad = weight.requires_grad
+        if silu_ctx.requires_grad:
+            silu_ctx.save_for_backward(y)
+            silu_ctx.dtype = weight.dtype
+            silu_ctx.prev_op_grad_output_quantizer = None
+        return torch.nn.functional.silu(y), [() for _ in range(2)]
+
+
+def test_forward_fusion_fires_without_prepend() -> None:
+    """It looks at the first two operations; in te.ops nothing has fused them before."""
+
+    def fuse_ops(ops, **unused):
+        if isinstance(ops[0], te.ops.BasicLinear) and isinstance(ops[1], te.ops.SiLU):
+            return [ForwardLinearSiLU(linear=ops[0], silu=ops[1]), *ops[2:]]
+        return ops
+
+    model = te.ops.Sequential(te.ops.Linear(HIDDEN, FFN, bias=False), te.ops.SiLU())
+    x = torch.randn(BATCH, HIDDEN, requires_grad=True)
+    with te.ops.register_forward_fusion(fuse_ops):
+        y = model(x)
+        y.sum().backward()
+        forward_ops = model._module_groups[0]._forward_ops
+        assert [type(op) for op, _ in forward_ops] == [ForwardLinearSiLU]
+    leaf, w = (t.detach().clone().requires_grad_() for t in (x, model[0].weight))
+    z = torch.nn.functional.silu(leaf @ w.T)
+    z.sum().backward()
+    torch.testing.assert_close(y, z)
+    torch.testing.assert_close(x.grad, leaf.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model[0].weight.grad, w.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("prepend", [False, True])
+def test_pattern_of_linear_and_activation_fires(dtype: torch.dtype, prepend: bool) -> None:
+    class Fused(te.ops.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **unused):
+            linear, bias, _ = self.basic_ops
+            y = torch.nn.functional.linear(input_, linear.weight, bias.bias)
+            basic_op_ctxs[0].save_for_backward(input_, linear.weight)
+            basic_op_ctxs[2].save_for_backward(y)
+            return torch.nn.functional.silu(y), [(), (), ()]
+
+    fusion = te.ops.Fusion([te.ops.Linear, te.ops.SiLU], lambda linear, silu: Fused([linear, silu]))
+    model = te.ops.Sequential(te.ops.Linear(HIDDEN, FFN, dtype=dtype), te.ops.SiLU())
+    x = torch.randn(BATCH, HIDDEN, dtype=dtype, requires_grad=True)
+    with te.ops.register_forward_fusion(fusion, prepend=prepend):
+        model(x).sum().backward()
+        assert [type(op) for op, _ in model._module_groups[0]._forward_ops] == [Fused]
+    assert x.grad is not None
+
+
+def seen_by(register, ops, *inputs: torch.Tensor, recipe=None) -> list[str]:
+    """The operations that a function registered without more ado is shown."""
+    seen: list[str] = []
+
+    def look(given, **unused):
+        seen.extend(type(op).__name__ for op in given)
+        return given
+
+    model = te.ops.Sequential(*ops)
+    with register(look), te.autocast(enabled=recipe is not None, recipe=recipe):
+        model(*inputs)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_functions_see_what_te_ops_would_show(dtype: torch.dtype) -> None:
+    x, extra = (torch.randn(BATCH, HIDDEN, dtype=dtype) for _ in range(2))
+    linear = te.ops.Linear(HIDDEN, HIDDEN, dtype=dtype)
+    basic = te.ops.BasicLinear(HIDDEN, HIDDEN, dtype=dtype)
+
+    def seen(*ops, extras=()):
+        return seen_by(te.ops.register_forward_fusion, ops, x, *extras)
+
+    assert seen(linear, te.ops.SiLU()) == ["BasicLinear", "Bias", "SiLU"]
+    assert seen(linear) == ["BasicLinear", "Bias"]
+    assert seen(te.ops.Bias(HIDDEN, dtype=dtype), te.ops.GELU()) == ["Bias", "GELU"]
+    add = te.ops.AddExtraInput
+    assert seen(linear, add(), extras=[extra]) == ["BasicLinear", "Bias", "AddExtraInput"]
+    assert seen(linear, add(in_place=True), extras=[extra]) == ["ForwardLinearBiasAdd"]
+    scale = te.ops.ConstantScale(0.5)
+    assert seen(basic, scale, add(in_place=True), extras=[extra]) == ["ForwardLinearScaleAdd"]
+    names = ["BasicLinear", "ConstantScale", "AddExtraInput"]
+    assert seen(basic, scale, add(), extras=[extra]) == names
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_backward_functions_see_what_te_ops_would_show(quantized: bool) -> None:
+    recipe = te.recipe.Float8CurrentScaling() if quantized else None
+    x = torch.randn(BATCH, HIDDEN, requires_grad=True)
+
+    def seen(*ops):
+        return seen_by(te.ops.register_backward_fusion, ops, x, recipe=recipe)
+
+    linear, basic = te.ops.Linear(HIDDEN, HIDDEN), te.ops.BasicLinear(HIDDEN, HIDDEN)
+    bias_gelu = ["BackwardActivationBias"] if quantized else ["Bias", "GELU"]
+    assert seen(linear, te.ops.GELU()) == ["BasicLinear", *bias_gelu]
+    assert seen(linear, te.ops.SiLU()) == ["BasicLinear", "Bias", "SiLU"]
+    assert seen(linear) == ["BasicLinear", "Bias"]
+    assert seen(te.ops.GELU(), basic) == ["GELU", "BasicLinear"]
+    fork = te.ops.MakeExtraOutput
+    assert seen(fork(in_place=True), basic) == ["BackwardLinearAdd"]
+    assert seen(fork(), basic) == ["MakeExtraOutput", "BasicLinear"]
+    assert seen(fork(), te.ops.RMSNorm(HIDDEN)) == ["BackwardAddRMSNorm"]
+    assert seen(fork(in_place=True), te.ops.RMSNorm(HIDDEN)) == ["MakeExtraOutput", "RMSNorm"]
+    assert seen(fork(), te.ops.LayerNorm(HIDDEN)) == ["MakeExtraOutput", "LayerNorm"]
+    if not quantized:
+        assert seen(basic, te.ops.ConstantScale(0.5)) == ["BackwardLinearScale"]
+
+
+def test_joint_functions_see_basic_operations() -> None:
+    ops = [te.ops.LayerNorm(HIDDEN), te.ops.Linear(HIDDEN, FFN), te.ops.SwiGLU()]
+    ops.append(te.ops.Linear(FFN // 2, HIDDEN))
+    x = torch.randn(BATCH, HIDDEN, requires_grad=True)
+    seen = seen_by(te.ops.register_forward_backward_fusion, ops, x)
+    assert seen == ["LayerNorm", "BasicLinear", "Bias", "SwiGLU", "BasicLinear", "Bias"]
+
+
+def test_what_a_function_leaves_is_fused_as_before() -> None:
+    """And what it does not take is explained as before."""
+    ops = [te.ops.Linear(HIDDEN, HIDDEN), te.ops.SiLU(), te.ops.Linear(HIDDEN, HIDDEN)]
+    model = te.ops.Sequential(*ops, te.ops.AddExtraInput())
+    inputs = [torch.randn(BATCH, HIDDEN, requires_grad=True) for _ in range(2)]
+    model(*inputs).sum().backward()
+    before = model.explain()
+    same = lambda ops, **unused: ops  # noqa: E731
+    with te.ops.register_forward_fusion(same), te.ops.register_backward_fusion(same):
+        model(*inputs).sum().backward()
+        after = model.explain()
+    assert after.fusions == before.fusions
+    assert "ForwardLinearBiasAdd" in after.fusions
+    assert "it left the operations as they are" in str(after)

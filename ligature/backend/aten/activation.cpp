@@ -35,7 +35,7 @@ struct Partials {
 Partials scaled_silu(const Tensor& x, double k, bool derivative) {
   const Tensor s = at::sigmoid(x * k);
   Partials result{x * s, {}, {}};
-  if (derivative) result.da = s * (1 + k * x * (1 - s));
+  if (derivative) result.da = s + k * (result.y * (1 - s));  // k x may be infinite
   return result;
 }
 
@@ -43,8 +43,11 @@ Partials plain(ActivationKind kind, const Tensor& x, bool derivative) {
   switch (kind) {
     case ActivationKind::GELU:
     case ActivationKind::GEGLU:
+      // Beyond 1000 the derivative is 0 or 1; torch's is no number where x^2 overflows.
       return {at::gelu(x, "tanh"),
-              derivative ? at::gelu_backward(at::ones_like(x), x, "tanh") : Tensor(),
+              derivative
+                  ? at::gelu_backward(at::ones_like(x), at::clamp(x, -1000.0, 1000.0), "tanh")
+                  : Tensor(),
               {}};
     case ActivationKind::QGELU:
     case ActivationKind::QGEGLU:

@@ -28,15 +28,19 @@ struct GELU {
   LIGATURE_INLINE C value(C x) const { return x * sigmoid(x * (k1 + k3 * x * x)); }
   LIGATURE_INLINE Derivative<C> derivative(C x) const {
     const C s = sigmoid(x * (k1 + k3 * x * x));
-    return {x * s, s + x * s * (C(1) - s) * (k1 + C(3) * k3 * x * x)};
+    // By then s is 0 or 1, and infinity times zero would be no number.
+    const C square = x * x;
+    const C held = select(square > C(1000), C(1000), square);
+    return {x * s, s + x * s * (C(1) - s) * (k1 + C(3) * k3 * held)};
   }
 };
 
-// x sigmoid(k x).
+// x sigmoid(k x). k x may be infinite where x is not.
 template <typename C>
 LIGATURE_INLINE Derivative<C> scaled_silu(C x, C k) {
   const C s = sigmoid(k * x);
-  return {x * s, s + k * x * s * (C(1) - s)};
+  const C y = x * s;
+  return {y, s + k * (y * (C(1) - s))};
 }
 
 template <typename C>

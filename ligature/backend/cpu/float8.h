@@ -156,7 +156,7 @@ LIGATURE_INLINE float factor_of(float amax, float max, float epsilon, bool power
 
 /// NV: the factor above the blocks' own.
 LIGATURE_INLINE float nv_upper(float amax, const Format& format) {
-  const float largest = format.four_over_six == FourOverSix::None ? 2688.0f : 1536.0f;
+  const float largest = format.nv_range();
   return std::max(amax / largest, 0x1.0p-126f);
 }
 

@@ -29,6 +29,20 @@ void raise(uint32_t& amax, uint32_t value) {
   }
 }
 
+// Only where some value is no number.
+template <typename T>
+uint32_t finite_amax(const Tile<T>& tile) {
+  uint32_t largest = 0;
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const T* row = tile.data + r * tile.stride;
+    for (int64_t c = 0; c < tile.columns; ++c) {
+      const uint32_t bits = std::bit_cast<uint32_t>(std::fabs(static_cast<float>(row[c])));
+      if (bits < kInfinityBits) largest = std::max(largest, bits);
+    }
+  }
+  return largest;
+}
+
 // Rows [first_row, end_row) and columns [first_column, end_column) of the matrix.
 struct Range {
   int64_t first_row, end_row, first_column, end_column;
@@ -71,7 +85,7 @@ class Quantization {
   }
 
   QuantizedPair run() {
-    if (needs_amax_first(format_)) {
+    if (needs_amax_first(args_)) {
       prepare_amax();
       walk(false, args_.columnwise && (format_.hadamard || format_.row_scaled),
            [&](const T* x, int64_t stride, const Range& range, Scratch& s) {
@@ -81,7 +95,7 @@ class Quantization {
     } else if (format_.scaling == Scaling::Delayed) {
       use_factor(args_.scale.const_data_ptr<float>()[0]);
     }
-    walk(needs_amax_first(format_), args_.columnwise,
+    walk(needs_amax_first(args_), args_.columnwise,
          [&](const T* x, int64_t stride, const Range& range, Scratch& s) {
            write(x, stride, range, s);
          });
@@ -218,7 +232,7 @@ class Quantization {
       uint32_t largest = tile_amax(tile, true);
       if (largest >= kInfinityBits) {
         raise(special_, 1);
-        largest = tile_amax(tile, false);
+        largest = args_.fit_to > 0 ? finite_amax(tile) : tile_amax(tile, false);
       }
       raise(amax_, largest);
     }
@@ -244,7 +258,7 @@ class Quantization {
 
   // Shares what was found with other processes, and sets the factors that it gives.
   void use_amax() {
-    if (format_.scaling == Scaling::Current) {
+    if (format_.per_tensor()) {
       float amax = std::bit_cast<float>(amax_);
       if (args_.reduce_amax) {
         Tensor shared = at::empty({1}, at::kFloat);
@@ -253,8 +267,9 @@ class Quantization {
         amax = shared.const_data_ptr<float>()[0];
       }
       held_ = special_ == 0 && amax >= std::bit_cast<float>(amax_);
-      return use_factor(factor_of(amax, max_value(format_.element), format_.amax_epsilon,
-                                  format_.power_of_2_scales));
+      return use_factor(factor_of(amax,
+                                  args_.fit_to > 0 ? args_.fit_to : max_value(format_.element),
+                                  format_.amax_epsilon, format_.power_of_2_scales));
     }
     const bool shared =
         args_.rowwise && args_.columnwise && !format_.hadamard && !format_.row_scaled;
@@ -363,7 +378,7 @@ class Quantization {
 
   // Does one factor hold all of the tile? For Delayed, its largest magnitude is noted as well.
   bool is_held(const Tile<T>& tile) {
-    if (format_.scaling != Scaling::Delayed) return held_;
+    if (format_.scaling != Scaling::Delayed || args_.fit_to > 0) return held_;
     uint32_t largest = tile_amax(tile, true);
     const bool special = largest >= kInfinityBits;
     if (special) largest = tile_amax(tile, false);

@@ -13,14 +13,16 @@ using kernels::QuantizedPair;
 
 QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args);
 /// The matrix that `source` gives, in one or two walks over it; in one where
-/// !needs_amax_first(args.format).
+/// !needs_amax_first(args).
 QuantizedPair quantize(RowSource& source, const QuantizeArgs& args);
 /// Is the largest value of the whole tensor wanted before anything can be written?
-inline bool needs_amax_first(const Format& format) {
-  return format.scaling == Scaling::Current || format.scaling == Scaling::NV;
+inline bool needs_amax_first(const QuantizeArgs& args) {
+  return args.format.scaling == Scaling::Current || args.format.scaling == Scaling::NV ||
+         args.fit_to > 0;
 }
 
 void update_amax(const Tensor& x, Tensor& amax);
+void update_amax(const QuantizedMatrix& q, const Format& format, Tensor& amax);
 /// Into `out`, [rows, columns] of any dtype.
 void dequantize(const Tensor& out, const QuantizedMatrix& q, const Format& format);
 void expand(const Tensor& out, const QuantizedMatrix& q, const Format& format);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 
 #include "ligature/backend/cpu/cast.h"
@@ -290,7 +291,34 @@ void decode(const Tensor& out, const QuantizedMatrix& q, const Format& format, b
   }
 }
 
+LIGATURE_SIMD uint8_t largest_code(const uint8_t* codes, int64_t n, uint8_t last) {
+  uint8_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint8_t magnitude = codes[i] & 0x7f;
+    const uint8_t counted = magnitude <= last ? magnitude : 0;
+    largest = counted > largest ? counted : largest;
+  }
+  return largest;
+}
+
 }  // namespace
+
+// Codes without their sign are in the order of their values, NaN at the end.
+void update_amax(const QuantizedMatrix& q, const Format& format, Tensor& amax) {
+  const uint8_t* codes = q.data.const_data_ptr<uint8_t>();
+  const bool e4m3 = format.element == Element::E4M3;
+  std::atomic<uint8_t> found{0};
+  at::parallel_for(0, q.data.numel(), 8 * kChunkElements, [&](int64_t first, int64_t end) {
+    const uint8_t largest = largest_code(codes + first, end - first, e4m3 ? 0x7e : 0x7c);
+    uint8_t before = found.load(std::memory_order_relaxed);
+    while (before < largest && !found.compare_exchange_weak(before, largest)) {
+    }
+  });
+  const uint8_t code = found.load();
+  const float value = e4m3 ? decode_fp8<Element::E4M3>(code) : decode_fp8<Element::E5M2>(code);
+  float* out = amax.mutable_data_ptr<float>();
+  out[0] = std::max(out[0], value * q.scale.const_data_ptr<float>()[0]);
+}
 
 void dequantize(const Tensor& out, const QuantizedMatrix& q, const Format& format) {
   decode(out, q, format, false);

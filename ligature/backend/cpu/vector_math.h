@@ -27,11 +27,12 @@ LIGATURE_INLINE float select(bool condition, float a, float b) {
 
 LIGATURE_INLINE double select(bool condition, double a, double b) { return condition ? a : b; }
 
-/// exp(x) within 2 ulp for |x| <= 87, held at the bounds beyond them: 1 / exp(x) stays a normal
-/// number, and a sigmoid needs no more. NaN stays NaN. (Cephes' polynomial.)
+/// exp(x) within 2 ulp for |x| <= 88, held at exp(-87) below and infinite from 88.4 on: a sigmoid
+/// needs no more, and is 0 there, so that its product with -1e38 is too. NaN stays NaN. (Cephes'
+/// polynomial.)
 LIGATURE_INLINE float bounded_exp(float x) {
   x = select(x < -87.0f, -87.0f, x);
-  x = select(x > 87.0f, 87.0f, x);
+  x = select(x > 88.75f, 88.75f, x);           // rounds to 2^128
   constexpr float round_to_int = 12582912.0f;  // 1.5 * 2^23
   const float shifted = x * 1.44269504f + round_to_int;
   const float n = shifted - round_to_int;

@@ -143,8 +143,12 @@ QuantizedPair run(MatrixShape shape, const Tensor& like, const QuantizeArgs& arg
   if (args.format.stochastic_rounding && is_capturing(stream)) {
     plan.generator = draw(like.device(), kRoundingDraws);
   }
+  if (args.fit_to > 0) {  // a scale of its own: the bits are those of Current
+    plan.format.scaling = Scaling::Current;
+    plan.fit_to = args.fit_to;
+  }
   Tensor amax;
-  switch (args.format.scaling) {
+  switch (plan.format.scaling) {
     case Scaling::Delayed:
       plan.factor = args.scale.const_data_ptr<float>();
       if (args.amax.defined()) plan.amax = args.amax.mutable_data_ptr<float>();
@@ -262,6 +266,13 @@ void update_amax(const Tensor& x, Tensor& amax) {
   const Tensor values = x.scalar_type() == at::kDouble ? x.to(at::kFloat) : x;
   launch<&launch_update_amax>("update_amax", stream_of(values), values.const_data_ptr(),
                               type_of(values), values.numel(), amax.mutable_data_ptr<float>());
+}
+
+void update_amax(const QuantizedMatrix& q, const Format& format, Tensor& amax) {
+  const DeviceGuard guard(q.data.device());
+  launch<&launch_code_amax>("update_amax", stream_of(q.data), q.data.const_data_ptr<uint8_t>(),
+                            q.data.numel(), format.element, q.scale.const_data_ptr<float>(),
+                            amax.mutable_data_ptr<float>());
 }
 
 void dequantize(const Tensor& out, const QuantizedMatrix& q, const Format& format) {

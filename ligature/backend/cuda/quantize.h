@@ -28,6 +28,7 @@ QuantizedPair quantize_by(int64_t rows, int64_t columns, const Tensor& like,
                           const std::function<void(const QuantizePlan&)>& cast);
 
 void update_amax(const Tensor& x, Tensor& amax);
+void update_amax(const QuantizedMatrix& q, const Format& format, Tensor& amax);
 /// Into `out`, [rows, columns] of any dtype.
 void dequantize(const Tensor& out, const QuantizedMatrix& q, const Format& format);
 void expand(const Tensor& out, const QuantizedMatrix& q, const Format& format);

@@ -61,7 +61,7 @@ __device__ __forceinline__ float block_factor(const DecodePlan& plan, uint32_t s
 __device__ __forceinline__ float upper_factor(const DecodePlan& plan, int64_t row) {
   if (plan.operand) return 1.0f;
   return nv_upper(plan.amax[plan.format.row_scaled ? row : 0],
-                  plan.format.four_over_six != FourOverSix::None);
+                  plan.format.four_over_six != FourOverSix::None && !plan.format.scales_to_448);
 }
 
 /// The values of 8 E2M1 codes times both factors. A code's bits are those of a float16, 2^-14 times

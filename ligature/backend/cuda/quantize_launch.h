@@ -29,6 +29,9 @@ struct QuantizePlan {
   QuantizeOutput rowwise, columnwise;
   const float* factor = nullptr;  ///< Delayed
   float* amax = nullptr;          ///< Delayed: raised; Current: raised, then used
+  /// Current, above 0: what the amax becomes, instead of the largest value of the elements; then
+  /// only finite values count.
+  float fit_to = 0;
   uint64_t seed = 0, offset = 0;
   RandomState generator;  ///< of a graph that is captured, instead of the seed: `seed_at` is set
   bool find_amax = false;
@@ -69,9 +72,14 @@ void launch_quantize_activation(const ActivationSource& source, Type type, const
 void launch_quantize_activation_backward(const ActivationSource& source, Type type,
                                          const QuantizePlan& plan, Stream stream);
 
-/// Raises amax[0] to the largest magnitude of n values, without NaN. `held`: at the largest float.
+/// What an infinity counts as in a largest magnitude.
+enum class Infinity : uint8_t { Infinite, Largest, Nothing };
+/// Raises amax[0] to the largest magnitude of n values, without NaN.
 void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream,
-                 bool held = false);
+                 Infinity infinity = Infinity::Infinite);
+/// The same of n FP8 codes times *scale.
+void launch_code_amax(const uint8_t* codes, int64_t n, Element element, const float* scale,
+                      float* amax, Stream stream);
 
 struct DecodePlan {
   Format format;

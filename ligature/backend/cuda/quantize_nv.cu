@@ -133,7 +133,8 @@ __device__ void write_pass(const QuantizePlan& plan, const NvPass& pass, uint32_
                                 ? values_amax(v, true)
                                 : squares[pass.turned ? p * kBlocksAcross + i / kNvBlock
                                                       : i / kNvBlock * kBlocksAcross + p];
-      const float upper = nv_upper(pass.out.amax[format.row_scaled ? line : 0], choose);
+      const float upper =
+          nv_upper(pass.out.amax[format.row_scaled ? line : 0], choose && !format.scales_to_448);
       const uint64_t index = static_cast<uint64_t>(line) * static_cast<uint64_t>(pass.out.columns) +
                              static_cast<uint64_t>(at);
       const int height = format.block_2d ? kNvBlock : 1;
@@ -232,7 +233,7 @@ void launch_quantize_nv(const void* x, Type type, const QuantizePlan& plan, Stre
   const bool transforms = plan.format.hadamard && plan.columnwise.data != nullptr;
   if (plan.find_amax && !transforms && !plan.format.row_scaled) {
     float* amax = plan.rowwise.data != nullptr ? plan.rowwise.amax : plan.columnwise.amax;
-    return launch_amax(x, type, plan.rows * plan.columns, amax, stream, true);
+    return launch_amax(x, type, plan.rows * plan.columns, amax, stream, Infinity::Largest);
   }
   if (launch_quantize_nv_tiles(x, type, plan, stream)) return;
   const bool errors = plan.format.block_2d && plan.format.four_over_six != FourOverSix::None;

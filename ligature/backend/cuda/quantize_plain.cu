@@ -59,11 +59,19 @@ struct PlainRows {
   }
 };
 
-/// Values that no part of 8 covers, by one thread each.
+/// Values that no part of 8 covers, by one thread each; `most`: the largest that counts.
 template <typename T>
-__device__ __forceinline__ uint32_t single_amax(T x) {
+__device__ __forceinline__ uint32_t single_amax(T x, uint32_t most = kInfinityBits) {
   const uint32_t bits = __float_as_uint(to_float(x)) & kMagnitudeBits;
-  return bits > kInfinityBits ? 0 : bits;
+  return bits > most ? 0 : bits;
+}
+
+/// Of a part with an infinity, without it: rare, so value by value.
+template <typename T>
+__device__ __noinline__ uint32_t finite_amax(const T* x) {
+  uint32_t largest = 0;
+  for (int i = 0; i < kFlatPart; ++i) largest = max(largest, single_amax(x[i], kLargestBits));
+  return largest;
 }
 
 template <typename T>
@@ -134,7 +142,7 @@ __global__ void __launch_bounds__(kFlatThreads)
 
 template <typename T>
 __global__ void __launch_bounds__(kFlatThreads)
-    amax_kernel(const T* x, int64_t n, bool vectors, uint32_t most, float* amax) {
+    amax_kernel(const T* x, int64_t n, bool vectors, Infinity infinity, float* amax) {
   __shared__ uint32_t shared_amax;
   if (threadIdx.x == 0) shared_amax = 0;
   __syncthreads();
@@ -152,13 +160,52 @@ __global__ void __launch_bounds__(kFlatThreads)
 #pragma unroll
     for (int u = 0; u < kFlatUnroll; ++u) {
       bool special;
-      largest = max(largest, part_amax(part[u], special));
+      uint32_t of_part = part_amax(part[u], special);
+      if (infinity == Infinity::Nothing && of_part == kInfinityBits) {
+        of_part = finite_amax(x + (at + u * step) * kFlatPart);
+      }
+      largest = max(largest, of_part);
     }
   }
+  const uint32_t counted = infinity == Infinity::Nothing ? kLargestBits : kInfinityBits;
   for (int64_t i = parts * kFlatPart + thread; i < n; i += step) {
-    largest = max(largest, single_amax(x[i]));
+    largest = max(largest, single_amax(x[i], counted));
   }
+  const uint32_t most = infinity == Infinity::Infinite ? kInfinityBits : kLargestBits;
   raise_by_block(min(largest, most), &shared_amax, amax);
+}
+
+// Codes without their sign are in the order of their values, NaN at the end.
+__device__ __forceinline__ uint32_t largest_codes(uint32_t codes, uint32_t last) {
+  const uint32_t magnitudes = codes & 0x7f7f7f7fu;
+  return magnitudes & ~__vcmpgtu4(magnitudes, last * 0x01010101u);
+}
+
+__global__ void __launch_bounds__(kFlatThreads)
+    code_amax_kernel(const uint8_t* codes, int64_t n, bool vectors, Element element,
+                     const float* scale, float* amax) {
+  __shared__ uint32_t shared_amax;
+  if (threadIdx.x == 0) shared_amax = 0;
+  __syncthreads();
+  const uint32_t last = element == Element::E4M3 ? 0x7e : 0x7c;
+  const int64_t parts = vectors ? n / 16 : 0;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kFlatThreads;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kFlatThreads + threadIdx.x;
+  uint32_t largest = 0;  // in each byte
+  for (int64_t at = thread; at < parts; at += step) {
+    const uint4 part = reinterpret_cast<const uint4*>(codes)[at];
+    largest = __vmaxu4(largest, largest_codes(part.x, last));
+    largest = __vmaxu4(largest, largest_codes(part.y, last));
+    largest = __vmaxu4(largest, largest_codes(part.z, last));
+    largest = __vmaxu4(largest, largest_codes(part.w, last));
+  }
+  for (int64_t i = parts * 16 + thread; i < n; i += step) {
+    largest = __vmaxu4(largest, largest_codes(codes[i], last));
+  }
+  largest = __vmaxu4(largest, largest >> 16);
+  largest = max(largest & 0xffu, largest >> 8 & 0xffu);
+  const float value = __fmul_rn(decode_fp8_pair(largest, element).x, *scale);
+  raise_by_block(__float_as_uint(value), &shared_amax, amax);
 }
 
 bool is_aligned(const void* p, uintptr_t bytes) {
@@ -199,14 +246,18 @@ void quantize_fp8(const T* x, Type type, const QuantizePlan& plan, Stream stream
 
 void launch_quantize(const void* x, Type type, const QuantizePlan& plan, Stream stream) {
   if (plan.format.scaling == Scaling::NV) return launch_quantize_nv(x, type, plan, stream);
-  if (plan.find_amax) return launch_amax(x, type, plan.rows * plan.columns, plan.amax, stream);
+  if (plan.find_amax) {
+    return launch_amax(x, type, plan.rows * plan.columns, plan.amax, stream,
+                       plan.fit_to > 0 ? Infinity::Nothing : Infinity::Infinite);
+  }
   with_type(type, [&](auto zero) {
     using T = decltype(zero);
     quantize_fp8(static_cast<const T*>(x), type, plan, stream);
   });
 }
 
-void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream, bool held) {
+void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream,
+                 Infinity infinity) {
   constexpr int64_t kMost = 132 * 8;
   constexpr int64_t kBlockValues = kFlatThreads * kFlatUnroll * kFlatPart;
   const int64_t blocks = (n + kBlockValues - 1) / kBlockValues;
@@ -215,9 +266,17 @@ void launch_amax(const void* x, Type type, int64_t n, float* amax, Stream stream
     using T = decltype(zero);
     amax_kernel<T>
         <<<static_cast<unsigned>(blocks < kMost ? blocks : kMost), kFlatThreads, 0, stream>>>(
-            static_cast<const T*>(x), n, is_aligned(x, 16), held ? kLargestBits : kInfinityBits,
-            amax);
+            static_cast<const T*>(x), n, is_aligned(x, 16), infinity, amax);
   });
+}
+
+void launch_code_amax(const uint8_t* codes, int64_t n, Element element, const float* scale,
+                      float* amax, Stream stream) {
+  constexpr int64_t kMost = 132 * 8;
+  const int64_t blocks = (n + kFlatThreads * 16 - 1) / (kFlatThreads * 16);
+  if (blocks == 0) return;
+  code_amax_kernel<<<static_cast<unsigned>(blocks < kMost ? blocks : kMost), kFlatThreads, 0,
+                     stream>>>(codes, n, is_aligned(codes, 16), element, scale, amax);
 }
 
 }  // namespace ligature::cuda

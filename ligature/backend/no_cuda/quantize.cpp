@@ -7,6 +7,7 @@ namespace ligature::cuda {
 
 QuantizedPair quantize(const Tensor&, const QuantizeArgs&) { refuse("quantize"); }
 void update_amax(const Tensor&, Tensor&) { refuse("update_amax"); }
+void update_amax(const QuantizedMatrix&, const Format&, Tensor&) { refuse("update_amax"); }
 void dequantize(const Tensor&, const QuantizedMatrix&, const Format&) { refuse("dequantize"); }
 void expand(const Tensor&, const QuantizedMatrix&, const Format&) { refuse("expand"); }
 QuantizedMatrix transpose(const QuantizedMatrix&, const Format&, int64_t) { refuse("transpose"); }

@@ -1,6 +1,7 @@
 """Operations, the container that fuses them, and the registration of fusions."""
 
 from . import basic, fused, fuser
+from . import flops as flops
 from .basic import (
     GEGLU,
     GELU,

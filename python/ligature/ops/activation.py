@@ -27,7 +27,23 @@ __all__ = [
 ]
 
 
+def _cached() -> Any:
+    return option("cache_quantized_input", "Whether its input is kept for backward in FP8.")
+
+
+def _interleaved() -> Any:
+    return option("glu_interleave_size", "Block size, or None for halves.")
+
+
+def _recomputed() -> Any:
+    return option(
+        "activation_recompute_in_mlp", "Whether a grouped MLP may compute it again in backward."
+    )
+
+
 class _Activation(BuiltinOperation):
+    cache_quantized_input: bool = _cached()
+
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
 
@@ -79,9 +95,8 @@ class SwiGLU(BuiltinOperation):
     alternating.
     """
 
-    glu_interleave_size: int | None = option(
-        "glu_interleave_size", "Block size, or None for halves."
-    )
+    cache_quantized_input: bool = _cached()
+    glu_interleave_size: int | None = _interleaved()
 
     def __init__(
         self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
@@ -97,9 +112,8 @@ class ClampedSwiGLU(BuiltinOperation):
     limit: float = option("limit", "Bound of both halves.")
     alpha: float = option("alpha", "Factor inside the sigmoid.")
     glu_linear_offset: float = option("glu_linear_offset", "Added to the linear half.")
-    glu_interleave_size: int | None = option(
-        "glu_interleave_size", "Block size, or None for halves."
-    )
+    cache_quantized_input: bool = _cached()
+    glu_interleave_size: int | None = _interleaved()
 
     def __init__(
         self,
@@ -124,9 +138,8 @@ class SiTUGLU(BuiltinOperation):
 
     beta1: float = option("beta1", "Bound of the gate.")
     beta2: float = option("beta2", "Bound of the linear half.")
-    glu_interleave_size: int | None = option(
-        "glu_interleave_size", "Block size, or None for halves."
-    )
+    cache_quantized_input: bool = _cached()
+    glu_interleave_size: int | None = _interleaved()
 
     def __init__(
         self,
@@ -145,9 +158,8 @@ class SiTUGLU(BuiltinOperation):
 
 
 class _ScaledGLU(BuiltinOperation):
-    glu_interleave_size: int | None = option(
-        "glu_interleave_size", "Block size, or None for halves."
-    )
+    activation_recompute_in_mlp: bool = _recomputed()
+    glu_interleave_size: int | None = _interleaved()
 
     def __init__(
         self,
@@ -177,6 +189,9 @@ class ScaledSwiGLU(_ScaledGLU):
 class ScaledSiTUGLU(_ScaledGLU):
     """SiTUGLU times an extra input: one scale per row."""
 
+    beta1: float = SiTUGLU.beta1
+    beta2: float = SiTUGLU.beta2
+
     def __init__(
         self,
         glu_interleave_size: int | None = None,
@@ -195,6 +210,10 @@ class ScaledSiTUGLU(_ScaledGLU):
 
 class ScaledClampedQGeGLU(_ScaledGLU):
     """ClampedSwiGLU times an extra input: one scale per row."""
+
+    limit: float = ClampedSwiGLU.limit
+    alpha: float = ClampedSwiGLU.alpha
+    glu_linear_offset: float = ClampedSwiGLU.glu_linear_offset
 
     def __init__(
         self,
@@ -216,6 +235,8 @@ class ScaledClampedQGeGLU(_ScaledGLU):
 
 class ScaledSReLU(BuiltinOperation):
     """SReLU times an extra input: one scale per row."""
+
+    activation_recompute_in_mlp: bool = _recomputed()
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+from .._checks import check_group, listed
 from ..quantization.model_init import quantize_new_weight
 from .activation import (
     GEGLU,
@@ -72,6 +73,7 @@ def check_tensor_parallel(op: str, mode: str | None, group: Any) -> None:
         raise ValueError(
             f"[{op}] tensor_parallel_mode must be None, 'column' or 'row', got {mode!r}"
         )
+    check_group(op, "tensor_parallel_group", group)
     if mode is None or not (
         torch.distributed.is_available() and torch.distributed.is_initialized()
     ):
@@ -141,10 +143,13 @@ class BasicLinear(_Part):
         rng_state_tracker_function: gives an object whose ``fork()`` surrounds the initialization.
         accumulate_into_main_grad: add the weight's gradient into ``weight.main_grad`` (or overwrite
             it when ``weight.overwrite_main_grad``) instead of ``weight.grad``.
+        userbuffers_options: accepted for compatibility, no effect: this version overlaps no
+            communication with GEMMs, and ``explain()`` says so.
     """
 
     in_features: int = option("in_features", "Size of the input's last dimension.")
     out_features: int = option("out_features", "Size of the output's last dimension.")
+    _userbuffers_options: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -158,13 +163,22 @@ class BasicLinear(_Part):
         sequence_parallel: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
+        userbuffers_options: dict[str, Any] | None = None,
     ) -> None:
-        check_tensor_parallel(type(self).__name__, tensor_parallel_mode, tensor_parallel_group)
+        name = type(self).__name__
+        check_tensor_parallel(name, tensor_parallel_mode, tensor_parallel_group)
+        if userbuffers_options is not None and not isinstance(userbuffers_options, dict):
+            raise TypeError(
+                f"[{name}] userbuffers_options must be a dict or None, got {userbuffers_options!r}"
+            )
+        overlap = None if userbuffers_options is None else userbuffers_options.get("comm_name", "")
         super().__init__(
             in_features=in_features,
             out_features=out_features,
             accumulate_into_main_grad=accumulate_into_main_grad,
+            userbuffers_comm_name=None if overlap is None else str(overlap),
         )
+        self._userbuffers_options = userbuffers_options
         self._rng_state_tracker_function = rng_state_tracker_function
         self._register(device, dtype)
         quantize_new_weight(self, self)
@@ -178,10 +192,8 @@ class BasicLinear(_Part):
         super().__setstate__(state)
         self._adopt_weight()
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
         self._adopt_weight()
 
     def _adopt_weight(self) -> None:
@@ -228,7 +240,11 @@ class _Norm(BuiltinOperation):
         zero_centered_gamma: bool = False,
         sm_margin: int | dict[str, int] = 0,
     ) -> None:
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        shape = (
+            (normalized_shape,)
+            if isinstance(normalized_shape, int)
+            else listed(type(self).__name__, "normalized_shape", "sizes", normalized_shape)
+        )
         margin = max(sm_margin.values(), default=0) if isinstance(sm_margin, dict) else sm_margin
         super().__init__(
             normalized_shape=tuple(int(n) for n in shape),
@@ -294,7 +310,8 @@ class Reshape(BuiltinOperation):
     """The same values in another ``shape``; one dimension may be -1."""
 
     def __init__(self, shape: Iterable[int]) -> None:
-        super().__init__(shape=tuple(int(n) for n in shape))
+        sizes = listed("Reshape", "shape", "sizes", shape)
+        super().__init__(shape=tuple(int(n) for n in sizes))
 
     @property
     def shape(self) -> tuple[int, ...]:

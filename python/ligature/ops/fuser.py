@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _C
+from .._checks import listed
 from ..explanation import Explanation, example_tensors, strict_names
 from .composite import asking_for_composites
 from .fusible import FusibleOperation
@@ -22,6 +25,10 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
 ]
+
+
+#: All that there are: they hear of fusions that are gone.
+_FUSERS: weakref.WeakSet[OperationFuser] = weakref.WeakSet()
 
 
 class OperationFuser(_C.OperationFuser):
@@ -48,21 +55,29 @@ class OperationFuser(_C.OperationFuser):
         open_channels: Sequence[str] = (),
         strict: Sequence[str] = (),
     ) -> None:
-        # The C++ part borrows this list. It also keeps the modules whose parameters are used, and
-        # the fused operations that Python makes for a plan.
-        self._kept: list[torch.nn.Module] = list(ops)
-        parts = [
-            p for op in self._kept if isinstance(op, FusibleOperation) for p in basic_ops_of(op)
-        ]
+        # The C++ part borrows these lists. The inner one keeps the modules, with those whose
+        # parameters are used, and the fused operations that Python makes for plans.
+        modules: list[torch.nn.Module] = listed(
+            "OperationFuser", "ops", "a list of operations", ops
+        )
+        self._kept: list[list[Any]] = [[modules]]
+        parts = [p for op in modules if isinstance(op, FusibleOperation) for p in basic_ops_of(op)]
         super().__init__(
-            ops=self._kept,
+            ops=modules,
+            kept=self._kept,
             recompute=recompute,
             fuse=fuse,
             use_channels=use_channels,
             open_channels=list(open_channels),
             strict=strict_names(strict),
         )
-        self._kept.extend(part._parameter_owner for part in parts)
+        modules.extend(part._parameter_owner for part in parts)
+        _FUSERS.add(self)
+
+    @property
+    def __name__(self) -> str:
+        """What a tensor class with ``__torch_function__`` sees as the function's name."""
+        return "OperationFuser"
 
     def explain(self, *example: torch.Tensor | Sequence[int]) -> Explanation:
         """What the last call did, or what a call with ``example`` would do.
@@ -72,8 +87,9 @@ class OperationFuser(_C.OperationFuser):
         """
         if not example:
             return Explanation(self._explain(None, None)[0])
-        owners = torch.nn.ModuleList(self._kept)
-        return Explanation(self._explain(example_tensors(owners, example), None)[0])
+        owners = torch.nn.ModuleList(self._kept[0][0])
+        with _disable_current_modes():
+            return Explanation(self._explain(example_tensors(owners, example), None)[0])
 
 
 class Registered:
@@ -95,9 +111,14 @@ class FusionHandle:
         self._handle = handle
 
     def unregister(self) -> None:
-        """Takes the fusion out again; plans are made anew. Doing so twice is harmless."""
+        """Takes the fusion out again; plans are made anew. Doing so twice is harmless.
+
+        The fused operations that it made go with it, but for those that a graph still needs.
+        """
         self._handle.unregister()
         REGISTERED.change()
+        for fuser in list(_FUSERS):
+            fuser._drop_operations()
 
     @property
     def registered(self) -> bool:
@@ -166,8 +187,10 @@ class Fusion:
         predicate: Callable[..., bool | str] | None = None,
         name: str | None = None,
     ) -> None:
-        if not pattern:
+        if not listed("Fusion", "pattern", "a list of classes or functions", pattern):
             raise ValueError("a fusion needs a pattern of at least one operation")
+        if not callable(factory):
+            raise TypeError(f"[Fusion] factory must be a function, got {factory!r}")
         self.name = name or str(getattr(factory, "__name__", type(factory).__name__))
         self.factory = factory
         self.predicate = predicate

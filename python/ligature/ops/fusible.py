@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from .. import _C
-from ..quantization import checkpointing
+from ..quantization import checkpointing, conversion, loading
+from .hooks import REPLACEABLE, replaced
 
 if TYPE_CHECKING:
     from .op import BasicOperation
 
 
-def drop_empty_state(state_dict: dict[str, Any], prefix: str) -> None:
-    """Checkpoints of te.ops hold an empty tensor for each operation without a recipe."""
-    key = f"{prefix}_extra_state"
-    state = state_dict.get(key)
-    if isinstance(state, torch.Tensor) and state.numel() == 0:
-        del state_dict[key]
+def refuse_script(module: torch.nn.Module) -> None:
+    """Refuses torch.jit.script, which compiles a module's source."""
+    raise RuntimeError(
+        f"[{type(module).__name__}] torch.jit.script cannot compile it, since it computes outside "
+        "of Python; record it with torch.jit.trace, or use torch.compile or torch.export"
+    )
+
+
+def refuse_tracers(module: torch.nn.Module, given: Any) -> None:
+    """Says what is wrong where a tracer of torch gave arguments that nobody else would give."""
+    if isinstance(given, torch.fx.Proxy):
+        raise TypeError(
+            f"[{type(module).__name__}] torch.fx.symbolic_trace cannot look into it; make it a "
+            "leaf of the graph (Tracer.is_leaf_module), or use torch.export"
+        )
+    if torch._C._get_tracing_state() is not None:
+        from .watched import refuse_onnx
+
+        refuse_onnx()
 
 
 class FusibleOperation(torch.nn.Module):
@@ -47,6 +61,21 @@ class FusibleOperation(torch.nn.Module):
     def get_grad_output_quantizer(self) -> Any:
         """The quantizer of its output's gradient, or None."""
         return None
+
+    # -- what containers have to know
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in REPLACEABLE:
+            replaced()
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in REPLACEABLE:
+            replaced()
+        super().__delattr__(name)
+
+    def __prepare_scriptable__(self) -> Any:
+        refuse_script(self)
 
     # -- copies: the C++ twin is made anew
 
@@ -75,27 +104,47 @@ class FusibleOperation(torch.nn.Module):
         """The basic operation whose recipe state is kept below this module's name."""
         return None
 
+    def _other_names(self) -> dict[str, str]:
+        """Names that checkpoints of te.ops have for its parameters, and its own."""
+        return {}
+
+    def _other_extra_states(self) -> list[str]:
+        """Extra states that checkpoints of te.ops have below its name."""
+        return ["_extra_state"]
+
+    @property
+    def _recipe_state(self) -> SimpleNamespace:
+        return checkpointing.named_state(self)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        loading.meet_distributed_checkpoints()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         checkpointing.save(self, destination, prefix)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
-        drop_empty_state(state_dict, prefix)
         entries = checkpointing.Entries(self, state_dict, prefix)
-        for key in entries.keys:
-            del state_dict[key]
-        state_dict.update(entries.parameters)
-        entries.apply_state(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        entries.into(state_dict)
+        entries.apply_state()
+        if local_metadata.get("assign_to_params_buffers", False):
+            checkpointing.quantize_assigned(self, state_dict, prefix)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As torch's. What an operation cannot take is refused before anything is changed."""
-        checkpointing.check(self, state_dict)
-        return super().load_state_dict(state_dict, strict, assign)
+    # -- conversions: a quantized parameter stays quantized where its dtype allows it
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with conversion.of_quantized(self, fn):
+            return super()._apply(fn, recurse)
 
     # -- an operation by itself
 
@@ -124,3 +173,6 @@ class FusibleOperation(torch.nn.Module):
 
         self._prepare_traced()
         return traced.call(self._traced, input, list(extra_inputs), kwargs)
+
+
+loading.install()

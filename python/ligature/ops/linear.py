@@ -14,7 +14,6 @@ from ..quantization.model_init import quantize_new_weight
 from .basic import BasicLinear, Bias, Device, check_tensor_parallel
 from .builtin import default_device, initialize
 from .composite import CompositeMeta
-from .fusible import drop_empty_state
 from .hooks import has_hooks
 from .op import BasicOperation, FusedOperation
 
@@ -23,7 +22,8 @@ class Linear(FusedOperation, metaclass=CompositeMeta):
     """``y = x W^T + b``: a drop-in for ``torch.nn.Linear``, checkpoints included.
 
     A composite of :class:`BasicLinear` and, with ``bias``, :class:`Bias`, which compute with its
-    ``weight`` and ``bias``. Arguments as :class:`BasicLinear`.
+    ``weight`` and ``bias``. Arguments as :class:`BasicLinear`. ``linear.bias = None`` takes the
+    bias away, until another one is set.
     """
 
     weight: torch.nn.Parameter
@@ -124,16 +124,15 @@ class Linear(FusedOperation, metaclass=CompositeMeta):
     def _recipe_state_owner(self) -> BasicOperation | None:
         return self._parts[0]
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # Checkpoints of te.ops hold the parameters below the parts.
-        for index, name in ((0, "weight"), (1, "bias")):
-            key = f"{prefix}basic_ops.{index}.{name}"
-            if key in state_dict and f"{prefix}{name}" not in state_dict:
-                state_dict[f"{prefix}{name}"] = state_dict.pop(key)
-            drop_empty_state(state_dict, f"{prefix}basic_ops.{index}.")
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    def _other_names(self) -> dict[str, str]:
+        return {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
+
+    def _other_extra_states(self) -> list[str]:
+        below = [f"basic_ops.{i}._extra_state" for i in range(2)]
+        return [*super()._other_extra_states(), *below]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
         self._adopt_weight()
 
     def _adopt_weight(self) -> None:

@@ -14,8 +14,9 @@ from torch import compiler
 from torch.compiler import is_dynamo_compiling
 
 from .. import _C
+from .._checks import listed
 from ..quantization.roles import QuantizerRole
-from .fusible import FusibleOperation
+from .fusible import FusibleOperation, refuse_tracers
 
 OperationContext = _C.OperationContext
 
@@ -154,8 +155,12 @@ class BasicOperation(FusibleOperation):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self._state()  # a function that has no name elsewhere cannot be pickled
-        states = state["_recipe_states"]
-        state["_recipe_states"] = [item for item in states if item[0]._can_be_described()]
+        states = [item for item in state["_recipe_states"] if item[0]._can_be_described()]
+        # As numbers: tensors are shared with another process, and these are gone before it reads.
+        state["_recipe_states"] = [
+            (recipe, _numbers_of(forward), _numbers_of(backward))
+            for recipe, forward, backward in states
+        ]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -165,8 +170,11 @@ class BasicOperation(FusibleOperation):
         super().__setstate__(state)
         self._make_twin()
         for recipe, forward, backward in recipe_states:
-            device = next(item[0].device for item in (*forward, *backward) if item)
-            self._handle.load_recipe_state(recipe._native, device, forward, backward)
+            scale = next(item[0] for item in (*forward, *backward) if item)
+            device = scale.device if isinstance(scale, torch.Tensor) else torch.device("cpu")
+            self._handle.load_recipe_state(
+                recipe._native, device, _tensors_of(forward), _tensors_of(backward)
+            )
         for i, name in enumerate(inputs):
             if name:
                 self.set_extra_input_channel(i, name)
@@ -198,7 +206,7 @@ class BasicOperation(FusibleOperation):
         return None
 
     def reset_recipe_state(self, *, recipe: Any) -> None:
-        """Begins anew with a recipe: factors of 1, no history. Other recipes' states stay."""
+        """Begins anew with a recipe: factors of 1, no history."""
         if recipe is not None:
             self._handle.reset_recipe_state(recipe._native, self._quantizer_device())
 
@@ -232,15 +240,22 @@ class BasicOperation(FusibleOperation):
 
     # -- channels
 
-    def set_extra_input_channel(self, index: int, channel: str) -> None:
-        """Takes extra input ``index`` from the earlier extra output bound to ``channel``."""
-        self._handle.set_extra_input_channel(_channel_index(index), channel)
+    def set_extra_input_channel(self, index: int, channel: str | None) -> None:
+        """Takes extra input ``index`` from the earlier extra output bound to ``channel``.
+
+        With None it is the caller's again.
+        """
+        self._handle.set_extra_input_channel(index, channel)
 
     def set_extra_output_channel(
-        self, index: int, channel: str, *, output_to_caller: bool = True
+        self, index: int, channel: str | None, *, output_to_caller: bool = True
     ) -> None:
-        """Gives extra output ``index`` to later extra inputs bound to ``channel``."""
-        self._handle.set_extra_output_channel(_channel_index(index), channel, output_to_caller)
+        """Gives extra output ``index`` to whatever later extra inputs are bound to ``channel``.
+
+        With ``output_to_caller`` it is returned to the caller too. With None as channel it is the
+        caller's alone again.
+        """
+        self._handle.set_extra_output_channel(index, channel, output_to_caller)
 
     def forward(
         self,
@@ -252,15 +267,23 @@ class BasicOperation(FusibleOperation):
         if is_dynamo_compiling() or compiler._is_compiling_flag:  # cheaper than is_compiling()
             return self._forward_traced(input, extra_inputs, [kwargs] if kwargs else None)
         run = self.__dict__.get("_own_run")
-        if run is not None and not kwargs:
-            return run(input, *extra_inputs) if extra_inputs else run(input)
-        return self._alone()(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+        if run is None or type(extra_inputs) is not tuple or kwargs:
+            refuse_tracers(self, extra_inputs)
+            fuser = self._alone()
+            if kwargs:
+                return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs])
+            run = self.__dict__["_own_run"]
+        # One line for the first call and later ones: torch.jit.trace compares them.
+        return run(input, *extra_inputs) if extra_inputs else run(input)
 
 
-def _channel_index(index: int) -> int:
-    if not isinstance(index, int) or index < 0:
-        raise ValueError(f"a channel's index must be a non-negative int, got {index!r}")
-    return index
+def _numbers_of(states: list[Any]) -> list[Any]:
+    return [None if item is None else tuple(t.tolist() for t in item) for item in states]
+
+
+def _tensors_of(states: list[Any]) -> list[Any]:
+    made = lambda t: torch.as_tensor(t, dtype=torch.float32)  # noqa: E731
+    return [None if item is None else tuple(map(made, item)) for item in states]
 
 
 class FusedOperation(FusibleOperation):
@@ -273,8 +296,10 @@ class FusedOperation(FusibleOperation):
     """
 
     basic_ops: Any
-    #: Whether it runs a channel whose two ends it both covers.
-    handles_internal_channels: bool = False
+    #: Whether it may cover both ends of a channel. It then runs that channel itself: it is given
+    #: None for the inner extra input, and may return None for the inner extra output unless that is
+    #: public or consumed outside.
+    handles_internal_channels: bool = True
 
     _form: ClassVar[str] = "none"
 
@@ -286,7 +311,7 @@ class FusedOperation(FusibleOperation):
     def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
         super().__init__()
         flat: list[BasicOperation] = []
-        for op in basic_ops:
+        for op in listed(type(self).__name__, "basic_ops", "a list of operations", basic_ops):
             if not isinstance(op, FusibleOperation):
                 raise TypeError(
                     f"[{type(self).__name__}] basic_ops must be operations, got {type(op).__name__}"
@@ -332,6 +357,8 @@ class FusedOperation(FusibleOperation):
         """Runs its basic operations by themselves, fused as the registry says."""
         if is_dynamo_compiling() or compiler._is_compiling_flag:
             return self._forward_traced(input, extra_inputs, basic_op_kwargs)
+        if type(extra_inputs) is not tuple:
+            refuse_tracers(self, extra_inputs)
         fuser = self.__dict__.get("_own_fuser") or self._alone()
         return fuser(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
 

@@ -8,17 +8,26 @@ from typing import Any, cast, overload
 import torch
 from torch import compiler
 from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _C
+from .._checks import listed
 from ..explanation import Explanation, example_tensors, strict, strict_names
-from ..quantization import checkpointing
 from .builtin import default_device
 from .explainer import Explainer, explain_last
 from .fuser import OperationFuser
-from .fusible import FusibleOperation
+from .fusible import FusibleOperation, refuse_script, refuse_tracers
 from .grouping import Group, KeptFusers, group_run
-from .hooks import GLOBAL_HOOKS, hook_dicts
+from .hooks import GLOBAL_HOOKS, REPLACED, hook_dicts
 from .op import FusedOperation, basic_ops_of
+
+
+def _times(times: Any) -> int:
+    if not isinstance(times, int) or isinstance(times, bool):
+        raise TypeError(f"[Sequential] it can be multiplied by an int, got {type(times).__name__}")
+    if times <= 0:
+        raise ValueError(f"[Sequential] it can be multiplied by a positive int, got {times}")
+    return times
 
 
 class Sequential(torch.nn.Module):
@@ -46,7 +55,6 @@ class Sequential(torch.nn.Module):
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
         self._groups: list[Group] = []
         self._watch: _C.ModuleWatch | None = None
-        self._watched: tuple[Any, ...] = ()
         self._only: OperationFuser | None = None
         self._run: Callable[..., Any] | None = None
         self._exported = KeptFusers()
@@ -87,13 +95,18 @@ class Sequential(torch.nn.Module):
         self._changed()
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
-        if module is not None and not isinstance(module, torch.nn.Module):
+        if not isinstance(module, torch.nn.Module):
             raise TypeError(
                 f"[Sequential] module '{name}' must be a torch.nn.Module, got "
-                f"{type(module).__name__}"
+                f"{'None' if module is None else type(module).__name__}"
             )
         self._changed()
         super().add_module(name, module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_modules":
+            self._changed()
 
     def _changed(self) -> None:
         self._module_groups = None
@@ -143,7 +156,7 @@ class Sequential(torch.nn.Module):
 
     def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:
         """Adds modules at the end."""
-        for module in list(modules):
+        for module in listed("Sequential", "what it is extended by", "modules", modules):
             self.append(module)
         return self
 
@@ -167,24 +180,28 @@ class Sequential(torch.nn.Module):
         return out
 
     def __add__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
-        return Sequential(*self, *modules, recompute=self.recompute, strict=self.strict)
+        more = listed("Sequential", "what is added", "modules", modules)
+        return Sequential(*self, *more, recompute=self.recompute, strict=self.strict)
 
     def __iadd__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
         return self.extend(modules)
 
+    def __mul__(self, times: int) -> Sequential:
+        """Its modules so many times over: the same ones, as in ``torch.nn.Sequential``."""
+        modules = list(self) * _times(times)
+        return Sequential(*modules, recompute=self.recompute, strict=self.strict)
+
+    __rmul__ = __mul__
+
+    def __imul__(self, times: int) -> Sequential:
+        return self.extend(list(self) * (_times(times) - 1))
+
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_module_groups=None, _groups=[], _watch=None, _watched=(), _only=None)
+        state.update(_module_groups=None, _groups=[], _watch=None, _only=None)
         state.update(_run=None)
         state.update(_exported=KeptFusers())
         return state
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As torch's. What an operation cannot take is refused before anything is changed."""
-        checkpointing.check(self, state_dict)
-        return super().load_state_dict(state_dict, strict, assign)
 
     # -- grouping
 
@@ -214,9 +231,8 @@ class Sequential(torch.nn.Module):
                 groups.append(Group(module))
         close_run()
 
-        dicts = [*GLOBAL_HOOKS, *(hooks for module in watched for hooks in hook_dicts(module))]
-        # The watch borrows what it looks at.
-        self._watched = (self._modules, list(self), dicts)
+        dicts = [*GLOBAL_HOOKS, REPLACED]
+        dicts += [hooks for module in watched for hooks in hook_dicts(module)]
         self._watch = _C.ModuleWatch(self._modules, dicts)
         self._groups = groups
         self._module_groups = [group.module for group in groups]
@@ -297,6 +313,9 @@ class Sequential(torch.nn.Module):
         kwargs = {} if op_kwargs is None else self._resolve_kwargs(op_kwargs)
         return self._forward_groups(input, list(extra_inputs), kwargs)
 
+    def __prepare_scriptable__(self) -> Any:
+        refuse_script(self)
+
     # -- explaining
 
     def _was_called(self) -> bool:
@@ -320,15 +339,16 @@ class Sequential(torch.nn.Module):
             for group, name in zip(self._groups, self._group_names(), strict=True):
                 named.append((name, explain_last(group.module)))
             return Explanation(_C.join_explanations(named))
-        tensors = example_tensors(self, example)
-        device = tensors[0].device
-        if device.type == "meta":
-            places = [p.device for p in self.parameters() if p.device.type != "meta"]
-            device = places[0] if places else default_device(None)
-        runner = Explainer(
-            dict(zip(map(id, self._groups), self._group_names(), strict=True)), device
-        )
-        self._forward_groups(tensors[0], tensors[1:], {}, runner)
+        with _disable_current_modes():
+            tensors = example_tensors(self, example)
+            device = tensors[0].device
+            if device.type == "meta":
+                places = [p.device for p in self.parameters() if p.device.type != "meta"]
+                device = places[0] if places else default_device(None)
+            runner = Explainer(
+                dict(zip(map(id, self._groups), self._group_names(), strict=True)), device
+            )
+            self._forward_groups(tensors[0], tensors[1:], {}, runner)
         return Explanation(_C.join_explanations(runner.named))
 
     def _group_names(self) -> list[str]:
@@ -340,6 +360,12 @@ class Sequential(torch.nn.Module):
 
     def _resolve_kwargs(self, op_kwargs: Mapping[Any, dict[str, Any]] | None) -> dict[int, Any]:
         """Keyword arguments by identity of the operation or module they are for."""
+        refuse_tracers(self, op_kwargs)
+        if op_kwargs is not None and not isinstance(op_kwargs, Mapping):
+            raise TypeError(
+                "[Sequential] op_kwargs must map operations or their indices to dicts, got "
+                f"{type(op_kwargs).__name__}"
+            )
         out: dict[int, Any] = {}
         known = {id(m) for m in self}
         known |= {id(p) for m in self if isinstance(m, FusibleOperation) for p in basic_ops_of(m)}
@@ -364,6 +390,7 @@ class Sequential(torch.nn.Module):
     ) -> Any:
         wanted = self._count_extra_inputs()
         if len(extra_inputs) != wanted:
+            refuse_tracers(self, extra_inputs)
             raise ValueError(f"[Sequential] takes {wanted} extra inputs, got {len(extra_inputs)}")
         extra_outputs: list[torch.Tensor] = []
         channels: dict[tuple[int, str], torch.Tensor] = {}

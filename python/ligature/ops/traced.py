@@ -7,14 +7,19 @@ flat lists of tensors, one per direction, that run the same plan as an eager cal
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from .. import _C
-from ..quantization.scope import RECIPES, SCOPE
+from ..quantization.autocast import Recompute, captured_context
+from ..quantization.scope import RECIPES, SCOPE, ThreadScope
 from .fuser import REGISTERED
 from .traced_group import CALLS, Traced, without_memory
 from .traced_shapes import hint, result_shapes
@@ -28,29 +33,38 @@ def call(
     """Calls a fuser in traced code."""
     if group.outside is not None:
         return group.outside(x, *extra_inputs, basic_op_kwargs=kwargs)
-    params = []
-    counts = []
-    training = []
-    for source in group.sources:
-        for name in source.names:
-            value: Any = source.owner
-            for step in name.split("."):
-                value = getattr(value, step)
-            params.append(value)
-        counts.append(len(source.names))
-        training.append(source.owner.training if source.uses_training else True)
-    scope = (SCOPE.recipe, SCOPE.flags, SCOPE.own)
-    fusions = REGISTERED.version
-    static = (group.number, group.label, tuple(counts), tuple(training), scope, fusions)
+    static, params = arguments(group, (SCOPE.recipe, SCOPE.flags, SCOPE.own))
+    owner = group.owners[group.prepare_owner(x.device)]
     scales: list[torch.Tensor] = []
     amaxes: list[torch.Tensor] = []
     if SCOPE.recipe and group.prepare_delayed(SCOPE.recipe, x.device) == "delayed":
         scales, amaxes, histories = group.delayed[SCOPE.recipe]
         if SCOPE.own:
-            y, noted = pipeline(static, kwargs or [], scales, amaxes, x, params, extra_inputs)
+            y, noted = pipeline(
+                static, kwargs or [], owner, scales, amaxes, x, params, extra_inputs
+            )
             SCOPE.met.append((group.number, SCOPE.recipe, scales, amaxes, histories, noted))
             return y
-    return pipeline(static, kwargs or [], scales, amaxes, x, params, extra_inputs)
+    return pipeline(static, kwargs or [], owner, scales, amaxes, x, params, extra_inputs)
+
+
+def arguments(group: Traced, scope: ThreadScope) -> tuple[Any, list[Any]]:
+    """What a call depends on besides its inputs: constants, and the parameters."""
+    params: list[Any] = []
+    counts = []
+    training = []
+    for source in group.sources:
+        before = len(params)
+        for name in source.names:
+            value: Any = source.owner
+            for step in name.split("."):
+                value = getattr(value, step)
+            if value is not None or not source.optional:
+                params.append(value)
+        counts.append(len(params) - before)
+        training.append(source.owner.training if source.uses_training else True)
+    fusions = REGISTERED.version
+    return (group.number, group.label, tuple(counts), tuple(training), scope, fusions), params
 
 
 def update_delayed() -> None:
@@ -96,7 +110,7 @@ class _Call:
         return out
 
 
-def _trace(static: Any, kwargs: Any, x: Any, params: Any, extra_inputs: Any) -> _Call:
+def trace(static: Any, kwargs: Any, x: Any, params: Any, extra_inputs: Any) -> _Call:
     number, label, counts, training, (recipe, flags, own), _ = static
     tensors = [x, *params, *extra_inputs]
     gradients = torch.is_grad_enabled()
@@ -137,41 +151,72 @@ def _trace(static: Any, kwargs: Any, x: Any, params: Any, extra_inputs: Any) -> 
     return known[call]
 
 
+def sizes_of(x: Any, extra_inputs: Any) -> tuple[int, ...]:
+    """Of the input and the extra inputs, counted through."""
+    return tuple(hint(s) for t in (x, *extra_inputs) for s in t.shape)
+
+
+def fake_modes(*tensors: Any) -> list[FakeTensorMode]:
+    """Those that are active, and those of tensors."""
+    found = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, FakeTensorMode)]
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode not in found:
+            found.append(tensor.fake_mode)
+    return found
+
+
+@contextmanager
+def real_tensors_allowed(*tensors: Any) -> Iterator[None]:
+    """In FakeTensorMode, too: the owner is real, and so may parameters be."""
+    modes = fake_modes(*tensors)
+    before = [mode.allow_non_fake_inputs for mode in modes]
+    for mode in modes:
+        mode.allow_non_fake_inputs = True
+    try:
+        yield
+    finally:
+        for mode, allowed in zip(modes, before, strict=True):
+            mode.allow_non_fake_inputs = allowed
+
+
 def _pick(sources: Any, x: Any, params: Any, extra_inputs: Any, results: Any) -> list[Any]:
     lists = {"input": [x], "param": params, "extra": extra_inputs, "result": results}
     return [lists[kind][index] if kind != "none" else None for kind, index in sources]
 
 
 def _forward(
-    call: _Call, delayed: Any, x: Any, params: Any, extra_inputs: Any
+    call: _Call, state: Any, x: Any, params: Any, extra_inputs: Any
 ) -> tuple[Any, list[Any]]:
-    scales, amaxes = delayed
-    sizes = tuple(hint(s) for t in (x, *extra_inputs) for s in t.shape)
-    layout = call.layout(sizes)
+    owner, scales, amaxes = state
+    layout = call.layout(sizes_of(x, extra_inputs))
     run = ops.pipeline_forward if layout["closed"] else ops.pipeline_forward_apart
-    results = run(x, params, extra_inputs, scales, call.fuser, call.number, layout["structure"])
-    if amaxes:
-        ops.record_amax(amaxes, results[-1])
+    with real_tensors_allowed(x):
+        results = run(
+            x, params, extra_inputs, scales, owner, call.fuser, call.number, layout["structure"]
+        )
+        if amaxes:
+            ops.record_amax(amaxes, results[-1])
     return layout, results
 
 
 class _Pipeline(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, delayed: Any, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: _Call, state: Any, *tensors: torch.Tensor) -> Any:
         n = 1 + call.num_params
         x, params, extra_inputs = tensors[0], list(tensors[1:n]), list(tensors[n:])
-        layout, results = _forward(call, delayed, x, params, extra_inputs)
+        layout, results = _forward(call, state, x, params, extra_inputs)
         ctx.call = call
         ctx.num_outputs = len(layout["outputs"])
         ctx.structure = layout["structure"]
         ctx.closed = layout["closed"]
         ctx.sizes = [s for t in (x, *extra_inputs) for s in t.shape]
-        ctx.save_for_backward(*_pick(layout["kept"], x, params, extra_inputs, results))
+        ctx.save_for_backward(state[0], *_pick(layout["kept"], x, params, extra_inputs, results))
+        ctx.context = None if is_compiling() else captured_context()
         ctx.set_materialize_grads(False)
         outputs = _outputs(layout, x, params, extra_inputs, results)
         written = [v for v in _pick(layout["overwritten"], x, [], [], results) if v is not None]
         written = [v for v in written if all(v is not y for y in outputs)]
-        noted = results[-1:] if delayed[0] else []
+        noted = results[-1:] if state[1] else []
         ctx.mark_non_differentiable(
             *written,
             *noted,
@@ -185,9 +230,11 @@ class _Pipeline(torch.autograd.Function):
         call: _Call = ctx.call
         given = list(grads[: ctx.num_outputs])
         run = ops.pipeline_backward if ctx.closed else ops.pipeline_backward_apart
-        results = run(
-            given, list(ctx.saved_tensors), ctx.sizes, call.fuser, call.number, ctx.structure
-        )
+        # A checkpoint runs its forward again when the tensors are asked for.
+        with nullcontext() if ctx.context is None else Recompute(ctx.context):
+            owner, *kept = ctx.saved_tensors
+        with real_tensors_allowed(*given):
+            results = run(given, kept, owner, ctx.sizes, call.fuser, call.number, ctx.structure)
         there = _gradients(call, ctx.sizes, given)
         left = iter(results)
         return (None, None, *(next(left) if d else None for d in there))
@@ -211,40 +258,62 @@ def _gradients(call: _Call, sizes: Any, grads: Any) -> list[bool]:
 
 
 def pipeline(
-    static: Any, kwargs: Any, scales: Any, amaxes: Any, x: Any, params: Any, extra_inputs: Any
+    static: Any,
+    kwargs: Any,
+    owner: Any,
+    scales: Any,
+    amaxes: Any,
+    x: Any,
+    params: Any,
+    extra_inputs: Any,
 ) -> Any:
     """One call of a fuser, as a graph holds it before it is taken apart."""
-    call = _trace(static, kwargs, x, params, extra_inputs)
-    delayed = (scales, amaxes)
+    call = trace(static, kwargs, x, params, extra_inputs)
+    return run(call, static[4], owner, scales, amaxes, x, params, extra_inputs)
+
+
+def run(
+    call: _Call,
+    scope: Any,
+    owner: Any,
+    scales: Any,
+    amaxes: Any,
+    x: Any,
+    params: Any,
+    extra_inputs: Any,
+) -> Any:
+    """A call that was traced; in an autocast of the graph's own with what delayed scaling noted."""
+    state = (owner, scales, amaxes)
     noted: list[Any] = []
     if any(call.requires_grad):
         _check_overwritten(call, x, extra_inputs)
         tensors = (x, *params, *extra_inputs)
-        outputs = list(_Pipeline.apply(call, delayed, *tensors))
-        layout = call.layout(tuple(hint(s) for t in (x, *extra_inputs) for s in t.shape))
+        outputs = list(_Pipeline.apply(call, state, *tensors))
+        layout = call.layout(sizes_of(x, extra_inputs))
         count = len(layout["outputs"])
         if scales:
             noted = [outputs.pop()]
         outputs, written = outputs[:count], outputs[count:]
     else:
-        layout, results = _forward(call, delayed, x, params, extra_inputs)
+        layout, results = _forward(call, state, x, params, extra_inputs)
         noted = results[-1:] if scales else []
         outputs = _outputs(layout, x, params, extra_inputs, results)
         found = [v for v in _pick(layout["overwritten"], x, [], [], results) if v is not None]
         written = [v for v in found if all(v is not y for y in outputs)]
     outputs = _write_back(layout, extra_inputs, outputs, written)
     y = outputs[0] if len(outputs) == 1 else tuple(outputs)
-    own = static[4][2]
-    return (y, noted[0]) if own and noted else y
+    return (y, noted[0]) if scope[2] and noted else y
 
 
 def _check_overwritten(call: _Call, x: Any, extra_inputs: Any) -> None:
+    """A graph does not know in its later passes which of its inputs were leaves."""
     layout = call.layout(tuple(hint(s) for t in (x, *extra_inputs) for s in t.shape))
     for k, (kind, _) in enumerate(layout["overwritten"]):
         if kind != "none" and extra_inputs[k].requires_grad and extra_inputs[k].is_leaf:
             raise RuntimeError(
                 f"[{call.label}] a leaf Variable that requires grad is being used in an in-place "
-                f"operation: extra input {k}, which in_place=True overwrites"
+                f"operation: extra input {k}, which in_place=True overwrites; a compiled graph "
+                "cannot do that, give it what autograd computed (extra * 1)"
             )
 
 
@@ -281,7 +350,14 @@ def _known(fuser: int, call: int) -> _Call:
 
 
 def _forward_shapes(
-    input: Any, params: Any, extra_inputs: Any, scales: Any, fuser: int, call: int, structure: int
+    input: Any,
+    params: Any,
+    extra_inputs: Any,
+    scales: Any,
+    owner: Any,
+    fuser: int,
+    call: int,
+    structure: int,
 ) -> list[torch.Tensor]:
     known = _known(fuser, call)
 
@@ -296,7 +372,7 @@ def _forward_shapes(
 
 
 def _backward_shapes(
-    grads: Any, kept: Any, sizes: Any, fuser: int, call: int, structure: int
+    grads: Any, kept: Any, owner: Any, sizes: Any, fuser: int, call: int, structure: int
 ) -> list[torch.Tensor]:
     known = _known(fuser, call)
     there = _gradients(known, sizes, grads)

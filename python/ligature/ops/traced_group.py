@@ -22,6 +22,7 @@ class Source:
     owner: torch.nn.Module
     names: tuple[str, ...]
     uses_training: bool
+    optional: bool = False  # its parameters may be None
 
 
 @dataclass
@@ -35,6 +36,18 @@ class Traced:
     outside: Callable[..., Any] | None = None
     #: By recipe: factors, largest values and histories of delayed scaling, inputs of a graph.
     delayed: dict[str, tuple[list[torch.Tensor], ...]] = field(default_factory=dict)
+    #: By device: what a graph holds so that its operations outlive the model, an input of it.
+    owners: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def prepare_owner(self, device: torch.device) -> str:
+        key = str(device)
+        if key not in self.owners:
+            self.owners[key] = _C.owner_of(int(self.number), device)
+            _mark_static(self.owners[key])
+        return key
+
+    # A compiler runs it once, while it traces.
+    prepare_owner._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def prepare_delayed(self, recipe: str, device: torch.device) -> str:
         self.delayed[recipe] = _C.delayed_tensors(int(self.number), RECIPES[recipe], device)
@@ -44,6 +57,26 @@ class Traced:
     prepare_delayed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _mark_static(owner: torch.Tensor) -> None:
+    """A CUDA graph need not copy it."""
+    from torch._dynamo import mark_static_address
+
+    mark_static_address(owner, guard=False)
+
+
+def register(fuser: Any) -> tuple[int, str]:
+    """The number under which graphs know a fuser, and the names of its operations."""
+    known: tuple[int, str] | None = fuser.__dict__.get("_known_as")
+    if known is None:
+        parts = fuser._basic_ops
+        known = (fuser._number, ", ".join(part._op.name for part in parts))
+        guests = [weakref.ref(p) for p in parts if isinstance(p._op, _C.GuestOperation)]
+        _GUESTS[known[0]] = guests
+        weakref.finalize(fuser, _forget).atexit = False
+        fuser.__dict__["_known_as"] = known
+    return known
+
+
 def traced(fuser: Any) -> Traced:
     """Prepares a fuser for traced code."""
     parts = fuser._basic_ops
@@ -51,14 +84,13 @@ def traced(fuser: Any) -> Traced:
     for part in parts:
         guest = isinstance(part._op, _C.GuestOperation)
         names = _guest_names(part) if guest else tuple(part._handle.parameter_names)
-        sources.append(Source(part._parameter_owner, names, guest or part._op.uses_training))
-    label = ", ".join(part._op.name for part in parts)
-    number = str(fuser._number)
-    _GUESTS[int(number)] = [weakref.ref(p) for p in parts if isinstance(p._op, _C.GuestOperation)]
-    weakref.finalize(fuser, _forget, int(number)).atexit = False
-    reason = _why_not(parts)
+        owner = part._parameter_owner
+        optional = owner is not part and part._handle.parameters_are_optional
+        sources.append(Source(owner, names, guest or part._op.uses_training, optional))
+    number, label = register(fuser)
+    reason = why_not(parts)
     outside = torch.compiler.disable(fuser.__call__, reason=reason) if reason else None
-    return Traced(number, tuple(sources), label, outside)
+    return Traced(str(number), tuple(sources), label, outside)
 
 
 #: By fuser: the operations written in Python, which read their parameters for themselves.
@@ -67,9 +99,16 @@ _GUESTS: dict[int, list[Any]] = {}
 CALLS: dict[int, dict[int, Any]] = {}
 
 
-def _forget(fuser: int) -> None:
-    _GUESTS.pop(fuser, None)
-    CALLS.pop(fuser, None)
+def _forget() -> None:
+    """What no graph can call any more. A graph may outlive its model."""
+    for table in (_GUESTS, CALLS):
+        for fuser in [number for number in table if not _C.is_known(number)]:
+            del table[fuser]
+
+
+def has_guests(fuser: int) -> bool:
+    """Whether operations written in Python are among those of the fuser."""
+    return bool(_GUESTS.get(fuser))
 
 
 def _guest_names(part: Any) -> tuple[str, ...]:
@@ -83,7 +122,7 @@ def _guest_names(part: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _why_not(parts: Any) -> str:
+def why_not(parts: Any) -> str:
     """Why these operations cannot be part of a graph; empty when they can."""
     for part in parts:
         form = part._guest_form() if isinstance(part._op, _C.GuestOperation) else ""

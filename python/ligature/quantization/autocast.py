@@ -12,8 +12,9 @@ import torch.utils.checkpoint
 from torch.compiler import is_compiling
 
 from .. import _C
+from .._checks import check_group
 from .recipe import DelayedScaling, Recipe
-from .scope import SCOPE, THREAD, ThreadScope
+from .scope import SCOPE, THREAD, Decorator, ThreadScope
 
 
 def get_default_recipe() -> Recipe:
@@ -46,7 +47,7 @@ def _shares_amax(group: Any) -> str:
 _shares_amax._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class autocast:  # noqa: N801 - used like torch.autocast
+class autocast(Decorator):  # noqa: N801 - used like torch.autocast
     """Operations called inside compute in low precision, as the recipe says.
 
     Args:
@@ -59,9 +60,9 @@ class autocast:  # noqa: N801 - used like torch.autocast
             small ones on a GPU that are not captured, and all where a device has no products of the
             format. ``explain()`` says so. A compiled graph follows the recipe.
 
-    Contexts nest, and each thread has its own. The backward pass uses what forward used, inside or
-    outside the context. Delayed scaling moves on when the outermost context ends without an
-    exception, and after each backward pass.
+    It decorates functions, too. Contexts nest, and each thread has its own. The backward pass uses
+    what forward used, inside or outside the context. Delayed scaling moves on when the outermost
+    context ends without an exception, and after each backward pass.
     """
 
     def __init__(
@@ -79,12 +80,22 @@ class autocast:  # noqa: N801 - used like torch.autocast
                 raise TypeError(f"[autocast] {name} must be a bool, got {value!r}")
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(f"[autocast] recipe must be a Recipe, got {type(recipe).__name__}")
+        check_group("autocast", "amax_reduction_group", amax_reduction_group)
         self._enabled = enabled
         self._calibrating = calibrating
         self._recipe = _DEFAULT if recipe is None else recipe
         self._group = amax_reduction_group
         self._only_where_faster = only_where_faster
-        self._outer: list[ThreadScope] = []
+        self._outer: list[ThreadScope] = []  # only in traced code
+
+    def _fresh(self) -> autocast:
+        return autocast(
+            self._enabled,
+            self._calibrating,
+            self._recipe,
+            self._group,
+            only_where_faster=self._only_where_faster,
+        )
 
     def __enter__(self) -> None:
         traced = is_compiling()
@@ -101,28 +112,32 @@ class autocast:  # noqa: N801 - used like torch.autocast
                 "[autocast] largest values cannot be shared between processes inside a compiled "
                 "function; enter autocast around it"
             )
-        self._recipe._be_known()
+        if "_twin" in self._recipe.__dict__:  # else it was made in traced code, which made it known
+            self._recipe._be_known()
         active = self._enabled or self._calibrating
         key = self._recipe._key if active else ""
         flags = "enabled" if self._enabled else "calibrating" if active else ""
         if traced:
             self._outer.append((SCOPE.recipe, SCOPE.flags, SCOPE.own))
         else:
-            self._outer.append(THREAD.scope)
+            THREAD.outer.append(THREAD.scope)
             THREAD.scope = (key, flags, False)
         SCOPE.recipe, SCOPE.flags, SCOPE.own = key, flags, traced
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        outer = self._outer.pop()
+        traced = is_compiling()
+        if not traced and not THREAD.outer:
+            raise RuntimeError("[autocast] must end in the thread that entered it")
+        outer = (self._outer if traced else THREAD.outer).pop()
         SCOPE.recipe, SCOPE.flags, SCOPE.own = outer
-        if not is_compiling():
+        if not traced:
             THREAD.scope = outer
             _C.exit_autocast(kind is None)
         elif not SCOPE.own and SCOPE.met:
-            from ..ops import traced
+            from ..ops.traced import update_delayed
 
             if kind is None:
-                traced.update_delayed()
+                update_delayed()
             SCOPE.met.clear()
 
 
@@ -174,7 +189,7 @@ def checkpoint(
             "[checkpoint] distribute_saved_activations, get_rng_state_tracker and tp_group are not "
             "available in this version"
         )
-    state = _Captured(_C.capture_autocast(), THREAD.scope)
+    state = captured_context()
     if use_reentrant:
         if context_fn is not None:
             raise ValueError("[checkpoint] context_fn needs use_reentrant=False")
@@ -188,9 +203,9 @@ def checkpoint(
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if context_fn is None:
-            return nullcontext(), _Recompute(state)
+            return nullcontext(), Recompute(state)
         first, second = context_fn()
-        return first, _Recompute(state, second)
+        return first, Recompute(state, second)
 
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, context_fn=contexts, **kwargs
@@ -204,7 +219,12 @@ class _Captured(NamedTuple):
     scope: ThreadScope
 
 
-class _Recompute:
+def captured_context() -> _Captured:
+    """This thread's context, for :class:`Recompute`."""
+    return _Captured(_C.capture_autocast(), THREAD.scope)
+
+
+class Recompute:
     """Runs something again as it ran in a captured context, inside another context if there is one.
 
     Reusable: a graph may be run backward more than once.
@@ -240,5 +260,5 @@ class _Again:
         if not self._called:
             self._called = True
             return self._function(*args)
-        with _Recompute(self._state):
+        with Recompute(self._state):
             return self._function(*args)

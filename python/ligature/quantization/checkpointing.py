@@ -13,19 +13,22 @@ and for a quantized parameter ``weight`` instead of ``weight`` itself:
 ``weight.format``                    version, format, shape and dtype, as JSON in uint8
 ``weight.rowwise_data``, ``..._scale``, ``..._amax`` and the same with ``columnwise``
 
-What is read is checked completely, in C++ where it is the same there, before anything of an
-operation is changed.
+What is read is checked completely, in C++ where it is the same there, before anything of a model is
+changed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import _C
+from .dispatch import DTYPES
 from .recipe import DelayedScaling
 from .recipe_text import delayed_from_description
 
@@ -56,6 +59,7 @@ def _tensor(entries: Mapping[str, Any], key: str) -> torch.Tensor:
         raise RuntimeError(f"checkpoint entry '{key}' is missing, though others like it are there")
     if not isinstance(value, torch.Tensor):
         raise _error(key, "a tensor", type(value).__name__)
+    _C.check_readable(value, key)
     return value
 
 
@@ -78,7 +82,13 @@ def _check_version(key: str, version: Any) -> None:
 
 
 def _finder(entries: Mapping[str, Any]) -> Callable[[str], torch.Tensor | None]:
-    return lambda key: _tensor(entries, key) if key in entries else None
+    def find(key: str) -> torch.Tensor | None:
+        value = entries.get(key)
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise _error(key, "a tensor", type(value).__name__)
+        return value
+
+    return find
 
 
 # -- saving
@@ -99,6 +109,19 @@ def save(op: FusibleOperation, destination: dict[str, Any], prefix: str) -> None
             destination[prefix + name] = tensor
 
 
+def named_state(op: FusibleOperation) -> SimpleNamespace:
+    """The recipe state as attributes: torch's tools look up names of a state dict that way."""
+    found = SimpleNamespace()
+    owner = op._recipe_state_owner()
+    for name, tensor in [] if owner is None else owner._handle.recipe_state_entries():
+        *path, last = name.removeprefix(_STATE).split(".")
+        place = found
+        for part in path:
+            place = place.__dict__.setdefault(part, SimpleNamespace())
+        setattr(place, last, tensor)
+    return found
+
+
 # -- reading
 
 
@@ -107,27 +130,45 @@ class Entries:
 
     def __init__(self, op: FusibleOperation, entries: Mapping[str, Any], prefix: str) -> None:
         self._op = op
-        self.keys: set[str] = set()
-        self.parameters: dict[str, torch.Tensor] = {}
+        self._keys: set[str] = set()
+        self._renamed: dict[str, str] = {}
+        self._parameters: dict[str, torch.Tensor] = {}
         self._state: tuple[DelayedScaling, list[Any], list[Any]] | None = None
+        for other, own in op._other_names().items():
+            if f"{prefix}{other}" in entries and f"{prefix}{own}" not in entries:
+                self._renamed[f"{prefix}{other}"] = f"{prefix}{own}"
+        if self._renamed:
+            named = {own: entries[key] for key, own in self._renamed.items()}
+            entries = ChainMap(named, entries)  # type: ignore[arg-type]
+        self._entries = entries
         for name, parameter in op._parameters.items():
             if parameter is not None:
                 self._read_parameter(entries, prefix, name, parameter)
         part = op._recipe_state_owner()
         if part is not None and any(f"{prefix}{_STATE}{n}" in entries for n in _state_names()):
             self._read_state(part, entries, prefix + _STATE)
+        for name in op._other_extra_states():  # of te.ops, for an operation without a recipe
+            value = entries.get(f"{prefix}{name}")
+            if isinstance(value, torch.Tensor) and value.numel() == 0:
+                self._keys.add(f"{prefix}{name}")
 
     def _read_parameter(
         self, entries: Mapping[str, Any], prefix: str, name: str, parameter: torch.Tensor
     ) -> None:
         key = f"{prefix}{name}"
-        present = [part for part in _PARTS if f"{key}.{part}" in entries]
-        if not present and f"{key}.format" not in entries:
+        present = [part for part in (*_PARTS, "format") if f"{key}.{part}" in entries]
+        if not present:
             return
+        for other, own in self._renamed.items():
+            if own == key:
+                raise RuntimeError(
+                    f"checkpoint entry '{other}' is there twice: plain, and quantized as "
+                    f"'{key}.{present[-1]}'"
+                )
         handle = _C.read_quantized(_finder(entries), key, list(parameter.shape))
         assert handle is not None
-        self.parameters[key] = _C.wrap_quantized(handle)
-        self.keys |= {f"{key}.{part}" for part in (*present, "format")}
+        self._parameters[key] = _C.wrap_quantized(handle)
+        self._keys |= {f"{key}.{part}" for part in present}
 
     def _read_state(self, op: BasicOperation, entries: Mapping[str, Any], prefix: str) -> None:
         version = _tensor(entries, f"{prefix}version")
@@ -155,24 +196,66 @@ class Entries:
             reason = str(error).splitlines()[0]
             raise RuntimeError(f"checkpoint entry '{prefix}recipe': {reason}") from None
         self._state = (recipe, *states)  # type: ignore[assignment]
-        self.keys |= {prefix + name for name in names}
+        self._keys |= {prefix + name for name in names}
 
-    def apply_state(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Gives the operation the recipe state, before its parameters are written.
+    def into(self, state_dict: dict[str, Any]) -> None:
+        """Leaves in ``state_dict`` what torch knows how to load."""
+        for other, own in self._renamed.items():
+            state_dict[own] = state_dict.pop(other)
+        for key in self._keys:
+            state_dict.pop(key, None)
+        state_dict.update(self._parameters)
 
-        Without one, a factor of delayed scaling is chosen for the weight that comes.
-        """
+    def apply_state(self) -> None:
+        """Gives the operation the recipe state, before its parameters are written."""
         part = self._op._recipe_state_owner()
-        if self._state is None or part is None:
-            for name, parameter in self._op._parameters.items():
-                value = state_dict.get(f"{prefix}{name}")
-                if parameter is None or not isinstance(value, torch.Tensor):
-                    continue
-                if value.shape == parameter.shape:
-                    _C.expect_values(parameter, value)
-            return
-        recipe, forward, backward = self._state
-        part._handle.load_recipe_state(recipe._native, part._quantizer_device(), forward, backward)
+        if self._state is not None and part is not None:
+            recipe, *states = self._state
+            device = part._quantizer_device()
+            part._handle.load_recipe_state(recipe._native, device, states[0], states[1])
+
+    def check_plain(self, model: torch.nn.Module, prefix: str, assign: bool) -> None:
+        """Refuses entries for plain parameters that cannot be loaded."""
+        for name, parameter in self._op._parameters.items():
+            key = f"{prefix}{name}"
+            value = self._entries.get(key)
+            if parameter is None or value is None or torch.nn.parameter.is_lazy(parameter):
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise _error(key, "a tensor", type(value).__name__)
+            if value.shape != parameter.shape:
+                raise RuntimeError(
+                    f"Error(s) in loading state_dict for {type(model).__name__}:\n\tsize mismatch "
+                    f"for {key}: copying a param with shape {value.shape} from checkpoint, the "
+                    f"shape in current model is {parameter.shape}."
+                )
+            if value.layout != torch.strided:
+                raise _error(key, "dense", f"a tensor of layout {value.layout}")
+            if value.is_meta and not parameter.is_meta and not assign:
+                raise _error(key, "a tensor with memory", "one on the meta device")
+
+
+def _plain_values(
+    op: FusibleOperation, state_dict: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, str]]:
+    for name, parameter in op._parameters.items():
+        value = state_dict.get(f"{prefix}{name}")
+        if parameter is not None and isinstance(value, torch.Tensor):
+            yield parameter, value, f"{prefix}{name}"
+
+
+def quantize_assigned(op: FusibleOperation, state_dict: dict[str, Any], prefix: str) -> None:
+    """What is to be assigned to a quantized parameter, in its format."""
+    for parameter, value, key in _plain_values(op, state_dict, prefix):
+        quantized = _C.quantized_of(parameter)
+        if quantized is None or _C.quantized_of(value) is not None or value.is_meta:
+            continue
+        if value.shape == parameter.shape and value.dtype in DTYPES:
+            part = op._recipe_state_owner()
+            if part is not None:
+                part._handle.place_recipe_state(value.device)
+            made = _C.with_values(quantized.with_dtype(value.dtype), value.detach())
+            state_dict[key] = _C.wrap_quantized(made)
 
 
 def _state_names(*modes: str) -> list[str]:
@@ -185,29 +268,3 @@ def _state_names(*modes: str) -> list[str]:
 def state_keys(prefix: str) -> list[str]:
     """Every key that the recipe state of an operation may have."""
     return [f"{prefix}{_STATE}{name}" for name in _state_names()]
-
-
-# -- a whole model
-
-
-def check(model: torch.nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint that some operation of the model cannot take, before any is changed."""
-    from ..ops.fusible import FusibleOperation
-
-    if not isinstance(state_dict, Mapping):
-        return  # torch says so
-    for name, module in model.named_modules():
-        if not isinstance(module, FusibleOperation):
-            continue
-        prefix = f"{name}." if name else ""
-        Entries(module, state_dict, prefix)
-        for own, parameter in module._parameters.items():
-            value = state_dict.get(f"{prefix}{own}")
-            if parameter is None or not isinstance(value, torch.Tensor):
-                continue
-            if value.shape != parameter.shape:
-                raise RuntimeError(
-                    f"Error(s) in loading state_dict for {type(model).__name__}:\n\tsize mismatch "
-                    f"for {prefix}{own}: copying a param with shape {value.shape} from checkpoint, "
-                    f"the shape in current model is {parameter.shape}."
-                )

@@ -7,6 +7,7 @@ quantized again. Only the few in the table at the end treat the quantized data i
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,24 +23,33 @@ CLASSES: dict[str, type[torch.Tensor]] = {}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+_NOTHING = nullcontext()
+
+
+def _as(handle: _C.QuantizedTensor) -> Any:
+    """What shares memory with its parts counts versions where they do: outside inference mode."""
+    if torch.is_inference_mode_enabled() == handle.is_inference:
+        return _NOTHING
+    return torch.inference_mode(handle.is_inference)
+
+
 def wrap(handle: _C.QuantizedTensor, requires_grad: bool = False) -> Any:
     """The tensor object that stands for ``handle``, of the class of its format."""
-    tensor = torch.Tensor._make_wrapper_subclass(
-        CLASSES[handle.fields["scaling"]],
-        handle.sizes,
-        dtype=handle.dtype,
-        device=handle.device,
-        requires_grad=requires_grad,
-    )
+    with _as(handle):
+        tensor = torch.Tensor._make_wrapper_subclass(
+            CLASSES[handle.fields["scaling"]],
+            handle.sizes,
+            dtype=handle.dtype,
+            device=handle.device,
+            requires_grad=requires_grad,
+        )
     _C.attach_quantized(tensor, handle)
     return tensor
 
 
 def write(handle: _C.QuantizedTensor, values: torch.Tensor) -> None:
-    """Quantizes ``values`` into the memory of ``handle``."""
-    if values.dtype not in DTYPES:
-        values = values.to(torch.float32)
-    handle.quantizer.update(values, handle)
+    """Quantizes ``values`` into the memory of ``handle``, with scales that hold them."""
+    handle.write(values)
 
 
 class Whole:
@@ -47,7 +57,8 @@ class Whole:
 
     def __init__(self, handle: _C.QuantizedTensor) -> None:
         self.handle = handle
-        self.values = handle.dequantize()
+        with _as(handle):
+            self.values = handle.dequantize()
         self.version = self._version_now()
 
     def _version_now(self) -> int | None:

@@ -9,12 +9,13 @@ import torch
 from .. import _C
 from .autocast import get_default_recipe
 from .recipe import Recipe
+from .scope import Decorator
 
 if TYPE_CHECKING:
     from ..ops.op import BasicOperation
 
 
-class quantized_model_init:  # noqa: N801 - used like autocast
+class quantized_model_init(Decorator):  # noqa: N801 - used like autocast
     """Linear layers built inside keep their weights in the recipe's format only.
 
     Args:
@@ -45,6 +46,9 @@ class quantized_model_init:  # noqa: N801 - used like autocast
             )
         recipe = get_default_recipe() if recipe is None else recipe
         self._given = (enabled, recipe, preserve_high_precision_init_val)
+
+    def _fresh(self) -> quantized_model_init:
+        return quantized_model_init(*self._given)
 
     def __enter__(self) -> None:
         enabled, recipe, preserve = self._given

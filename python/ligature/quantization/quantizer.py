@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from .._checks import check_group
 from .dispatch import wrap
 from .dtypes import DType
 from .tensor import QuantizedTensor
@@ -63,6 +64,7 @@ class Quantizer:
                 f"[{type(self).__name__}] amax_reduction_group must be None without "
                 f"with_amax_reduction, got {group!r}"
             )
+        check_group(type(self).__name__, "amax_reduction_group", group)
         if enabled:
             self._amax_reduction_group = group
             self._handle.set_reduce_amax(_reducer(group))

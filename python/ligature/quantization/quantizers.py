@@ -217,7 +217,8 @@ class NVFP4Quantizer(_Reducing):
         stochastic_rounding: Round up with a probability, so that sums come out right on average.
         row_scaled_nvfp4: One upper factor per row.
         nvfp4_use_4over6: Each block is scaled to 4 or to 6, whichever errs less.
-        nvfp4_e4m3_max: 448, with ``nvfp4_use_4over6`` 256.
+        nvfp4_e4m3_max: The largest block scale: 448; with ``nvfp4_use_4over6`` 256, so that both
+            candidates can be stored, or 448.
         nvfp4_4over6_err_mode: How that error is measured, ``"MAE"`` or ``"MSE"``.
         with_random_sign_mask: The transform has signs; it always has.
     """
@@ -251,10 +252,10 @@ class NVFP4Quantizer(_Reducing):
         if with_2d_quantization and (with_rht or row_scaled_nvfp4):
             other = "with_rht" if with_rht else "row_scaled_nvfp4"
             refuse("with_2d_quantization", f"False with {other}", with_2d_quantization)
-        largest = 256 if nvfp4_use_4over6 else 448
-        if nvfp4_e4m3_max not in (None, largest):
-            wanted = f"{largest} {'with' if nvfp4_use_4over6 else 'without'} nvfp4_use_4over6"
-            refuse("nvfp4_e4m3_max", wanted, nvfp4_e4m3_max)
+        if not nvfp4_use_4over6 and nvfp4_e4m3_max not in (None, 448):
+            refuse("nvfp4_e4m3_max", "448 without nvfp4_use_4over6", nvfp4_e4m3_max)
+        if nvfp4_e4m3_max not in (None, 256, 448):
+            refuse("nvfp4_e4m3_max", "256 or 448", nvfp4_e4m3_max)
         if nvfp4_4over6_err_mode not in _ERROR_MODES:
             refuse("nvfp4_4over6_err_mode", "'MAE' or 'MSE'", nvfp4_4over6_err_mode)
         fields = {
@@ -265,6 +266,7 @@ class NVFP4Quantizer(_Reducing):
             "stochastic_rounding": stochastic_rounding,
             "row_scaled": row_scaled_nvfp4,
             "four_over_six": _ERROR_MODES[nvfp4_4over6_err_mode] if nvfp4_use_4over6 else "none",
+            "scales_to_448": nvfp4_use_4over6 and nvfp4_e4m3_max == 448,
         }
         self._make(fields, rowwise, columnwise)
         self._reduce_over(with_amax_reduction, amax_reduction_group)
@@ -290,6 +292,11 @@ class NVFP4Quantizer(_Reducing):
     def nvfp4_use_4over6(self) -> bool:
         """Is each block scaled to 4 or to 6?"""
         return self._handle.fields["four_over_six"] != "none"
+
+    @property
+    def nvfp4_e4m3_max(self) -> int:
+        """The largest block scale."""
+        return 256 if self.nvfp4_use_4over6 and not self._handle.fields["scales_to_448"] else 448
 
 
 _CLASSES: dict[str, type[Quantizer]] = {

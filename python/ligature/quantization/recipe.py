@@ -7,14 +7,13 @@ field that is set takes effect with the next call, also inside an open ``autocas
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from .recipe_base import (
-    ATTENTION,
     BOOL,
+    COMMON,
     FORMAT,
     FUNCTION,
     INT,
@@ -31,6 +30,8 @@ from .recipe_base import (
     Recipe,
     fp8_name,
     function_key,
+    overridden,
+    recipe_class,
     split_accumulation,
 )
 
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 
-@dataclass(repr=False, eq=False)
+@recipe_class
 class DelayedScaling(Recipe):
     """FP8 with one factor per tensor, chosen from the largest values of earlier steps.
 
@@ -65,6 +66,7 @@ class DelayedScaling(Recipe):
             the formula above.
         reduce_amax: share the largest values with the other processes of the group.
         fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+        backward_override: None, the only choice here.
     """
 
     margin: int = 0
@@ -75,6 +77,7 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: str | None = None
 
     _name: ClassVar[str] = "DelayedScaling"
     _checks: ClassVar[dict[str, Check]] = {
@@ -84,10 +87,15 @@ class DelayedScaling(Recipe):
         "amax_compute_algo": NAME_OR_FUNCTION,
         "scaling_factor_compute_algo": MAYBE_FUNCTION,
         "reduce_amax": BOOL,
-        **ATTENTION,
+        **COMMON,
     }
 
     def _options(self, values: dict[str, Any]) -> dict[str, Any]:
+        if values["backward_override"] is not None:
+            raise ValueError(
+                f"[{type(self).__name__}] backward_override must be None with delayed scaling, got "
+                f"{values['backward_override']!r}"
+            )
         amax, scale = values["amax_compute_algo"], values["scaling_factor_compute_algo"]
         options = {
             "margin": values["margin"],
@@ -108,7 +116,7 @@ class DelayedScaling(Recipe):
         return options
 
 
-@dataclass(repr=False, eq=False)
+@recipe_class
 class Float8CurrentScaling(Recipe):
     """FP8 with one factor per tensor, from its own largest value: ``fp8_max / amax``.
 
@@ -119,25 +127,30 @@ class Float8CurrentScaling(Recipe):
             sums to float32 now and then, in forward, for the input's and for the weight's gradient.
             Without an effect on emulated products, whose sums are in float32 anyway.
         fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+        backward_override: what the GEMMs of backward compute with: ``None`` for operands in low
+            precision, ``"high_precision"`` for the input and the weight as they were before they
+            were quantized, ``"dequantized"`` for what forward computed with, in high precision.
+            Unless it is None, gradients are not quantized.
 
     ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight`` and ``fp8_quant_bwd_grad`` may be set to a
     ``QParams(power_2_scale, amax_epsilon)`` of their own.
     """
 
-    fp8_format: Format = Format.HYBRID
     use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
     fp8_gemm_fprop: MMParams = NO_SPLIT
     fp8_gemm_dgrad: MMParams = SPLIT
     fp8_gemm_wgrad: MMParams = SPLIT
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: str | None = None
 
     _name: ClassVar[str] = "Float8CurrentScaling"
     _checks: ClassVar[dict[str, Check]] = {
         "fp8_format": FORMAT,
         "use_power_2_scales": BOOL,
         **PRODUCTS,
-        **ATTENTION,
+        **COMMON,
     }
     _params: ClassVar[tuple[str, ...]] = (
         "fp8_quant_fwd_inp",
@@ -153,6 +166,7 @@ class Float8CurrentScaling(Recipe):
             "fp8_format": fp8_name(self, values["fp8_format"]),
             "use_power_2_scales": values["use_power_2_scales"],
             **split_accumulation(values),
+            **overridden(values),
         }
 
     def _param_options(self, params: QParams) -> dict[str, Any]:
@@ -162,7 +176,7 @@ class Float8CurrentScaling(Recipe):
         }
 
 
-@dataclass(repr=False, eq=False)
+@recipe_class
 class Float8BlockScaling(Recipe):
     """FP8 with a factor per block of 1x128, or of 128x128.
 
@@ -174,13 +188,17 @@ class Float8BlockScaling(Recipe):
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accepted; products of blocks always move
             their sums to float32.
         fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+        backward_override: what the GEMMs of backward compute with: ``None`` for operands in low
+            precision, ``"high_precision"`` for the input and the weight as they were before they
+            were quantized, ``"dequantized"`` for what forward computed with, in high precision.
+            Unless it is None, gradients are not quantized.
 
     ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight`` and ``fp8_quant_bwd_grad`` may be set to a
     ``QParams(power_2_scale, amax_epsilon)`` of their own.
     """
 
-    fp8_format: Format = Format.E4M3
     use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
@@ -189,6 +207,7 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_wgrad: MMParams = SPLIT
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: str | None = None
 
     _name: ClassVar[str] = "Float8BlockScaling"
     _checks: ClassVar[dict[str, Check]] = {
@@ -198,7 +217,7 @@ class Float8BlockScaling(Recipe):
         "w_block_scaling_dim": INT,
         "grad_block_scaling_dim": INT,
         **PRODUCTS,
-        **ATTENTION,
+        **COMMON,
     }
     _params: ClassVar[tuple[str, ...]] = Float8CurrentScaling._params
 
@@ -213,6 +232,7 @@ class Float8BlockScaling(Recipe):
             "w_block_scaling_dim": values["w_block_scaling_dim"],
             "grad_block_scaling_dim": values["grad_block_scaling_dim"],
             **split_accumulation(values),
+            **overridden(values),
         }
 
     def _param_options(self, params: QParams) -> dict[str, Any]:
@@ -222,7 +242,7 @@ class Float8BlockScaling(Recipe):
         }
 
 
-@dataclass(repr=False, eq=False)
+@recipe_class
 class MXFP8BlockScaling(Recipe):
     """FP8 with a power of two per block of 32.
 
@@ -231,30 +251,36 @@ class MXFP8BlockScaling(Recipe):
         enable_2d_quantization: blocks of 32x32 for weights.
         margin: accepted; it has no effect.
         fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+        backward_override: what the GEMMs of backward compute with: ``None`` for operands in low
+            precision, ``"high_precision"`` for the input and the weight as they were before they
+            were quantized, ``"dequantized"`` for what forward computed with, in high precision.
+            Unless it is None, gradients are not quantized.
     """
 
-    fp8_format: Format = Format.E4M3
-    enable_2d_quantization: bool = False
     margin: int = 0
+    fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: str | None = None
+    enable_2d_quantization: bool = False
 
     _name: ClassVar[str] = "MXFP8BlockScaling"
     _checks: ClassVar[dict[str, Check]] = {
         "fp8_format": FORMAT,
         "enable_2d_quantization": BOOL,
         "margin": INT,
-        **ATTENTION,
+        **COMMON,
     }
 
     def _options(self, values: dict[str, Any]) -> dict[str, Any]:
         return {
             "fp8_format": fp8_name(self, values["fp8_format"]),
             "enable_2d_quantization": values["enable_2d_quantization"],
+            **overridden(values),
         }
 
 
-@dataclass(repr=False, eq=False)
+@recipe_class
 class NVFP4BlockScaling(Recipe):
     """FP4 with an E4M3 factor per block of 16 and a float factor above them.
 
@@ -265,10 +291,16 @@ class NVFP4BlockScaling(Recipe):
         row_scaled_activation: one upper factor per row of the input.
         nvfp4_4over6: where the better of two block scales is sought: ``"none"``, ``"weights"``,
             ``"activations"`` or ``"all"``.
+        nvfp4_4over6_e4m3_use_256: for which of them block scales reach up to 256, so that both can
+            be stored; those of the others reach up to 448, and the larger one may be cut off there.
         nvfp4_4over6_err_mode: what better means: ``"MAE"`` or ``"MSE"``.
         fp4_format: ``Format.E2M1``, the only one.
         fp8_format: ``Format.E4M3``, that of the block scales, the only one.
         fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+        backward_override: what the GEMMs of backward compute with: ``None`` for operands in low
+            precision, ``"high_precision"`` for the input and the weight as they were before they
+            were quantized, ``"dequantized"`` for what forward computed with, in high precision.
+            Unless it is None, gradients are not quantized.
 
     ``fp4_quant_fwd_inp``, ``fp4_quant_fwd_weight`` and ``fp4_quant_bwd_grad`` may be set to a
     ``QParams(random_hadamard_transform, stochastic_rounding, fp4_2d_quantization)`` of their own.
@@ -279,11 +311,13 @@ class NVFP4BlockScaling(Recipe):
     disable_2d_quantization: bool = False
     row_scaled_activation: bool = False
     nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
     nvfp4_4over6_err_mode: str = "MAE"
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: str | None = None
 
     _name: ClassVar[str] = "NVFP4BlockScaling"
     _checks: ClassVar[dict[str, Check]] = {
@@ -292,10 +326,11 @@ class NVFP4BlockScaling(Recipe):
         "disable_2d_quantization": BOOL,
         "row_scaled_activation": BOOL,
         "nvfp4_4over6": STR,
+        "nvfp4_4over6_e4m3_use_256": STR,
         "nvfp4_4over6_err_mode": STR,
         "fp4_format": FORMAT,
         "fp8_format": FORMAT,
-        **ATTENTION,
+        **COMMON,
     }
     _params: ClassVar[tuple[str, ...]] = (
         "fp4_quant_fwd_inp",
@@ -325,9 +360,10 @@ class NVFP4BlockScaling(Recipe):
             "disable_2d_quantization",
             "row_scaled_activation",
             "nvfp4_4over6",
+            "nvfp4_4over6_e4m3_use_256",
             "nvfp4_4over6_err_mode",
         )
-        return {name: values[name] for name in names}
+        return {**{name: values[name] for name in names}, **overridden(values)}
 
     def _param_options(self, params: QParams) -> dict[str, Any]:
         return {
@@ -337,23 +373,34 @@ class NVFP4BlockScaling(Recipe):
         }
 
 
-@dataclass(repr=False, eq=False)
+@recipe_class
 class CustomRecipe(Recipe):
     """A quantizer for each tensor from a function of the user's.
 
     Args:
         qfactory: given a :class:`QuantizerRole`, makes a quantizer, or returns None for high
             precision. It is called once per operation and role.
+        fp8_format: accepted; the quantizers that ``qfactory`` makes decide.
         fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+        backward_override: what the GEMMs of backward compute with: ``None`` for operands in low
+            precision, ``"high_precision"`` for the input and the weight as they were before they
+            were quantized, ``"dequantized"`` for what forward computed with, in high precision.
+            Unless it is None, gradients are not quantized.
     """
 
     qfactory: Callable[..., Any]
+    fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: str | None = None
 
     _name: ClassVar[str] = "CustomRecipe"
-    _checks: ClassVar[dict[str, Check]] = {"qfactory": FUNCTION, **ATTENTION}
+    _checks: ClassVar[dict[str, Check]] = {"qfactory": FUNCTION, "fp8_format": FORMAT, **COMMON}
 
     def _options(self, values: dict[str, Any]) -> dict[str, Any]:
         factory = values["qfactory"]
-        return {"qfactory": factory, "factory_key": function_key(factory)}
+        return {
+            "qfactory": factory,
+            "factory_key": function_key(factory),
+            **overridden(values),
+        }

@@ -6,17 +6,21 @@ the next call, also inside an open ``autocast``.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+import warnings
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
-from .scope import RECIPES
+from .scope import know
 
 
 class _Largest(NamedTuple):
@@ -79,12 +83,34 @@ NAME_OR_FUNCTION: Check = (
     "a str or a function",
     lambda value: isinstance(value, str) or callable(value),
 )
-ATTENTION: dict[str, Check] = {"fp8_dpa": BOOL, "fp8_mha": BOOL}
+#: Fields of every recipe that concern no single format.
+COMMON: dict[str, Check] = {
+    "fp8_dpa": BOOL,
+    "fp8_mha": BOOL,
+    "backward_override": (
+        "None, 'high_precision' or 'dequantized'",
+        lambda value: value is None or (isinstance(value, str) and value != ""),
+    ),
+}
 PRODUCTS: dict[str, Check] = {
     "fp8_gemm_fprop": MM,
     "fp8_gemm_dgrad": MM,
     "fp8_gemm_wgrad": MM,
 }
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def _warn_ignored(recipe: str, name: str) -> None:
+    if (recipe, name) in _warned:
+        return
+    _warned.add((recipe, name))
+    warnings.warn(
+        f"[{recipe}] the argument '{name}' is not one of its fields and is ignored, as Transformer "
+        "Engine's recipes do",
+        stacklevel=4,
+    )
 
 
 class Recipe:
@@ -94,6 +120,8 @@ class Recipe:
     _checks: ClassVar[dict[str, Check]] = {}
     #: Attributes that hold the QParams of the input, the weight and the output's gradient.
     _params: ClassVar[tuple[str, ...]] = ()
+    #: All fields, in order.
+    _names: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def delayed(cls) -> bool:
@@ -142,7 +170,7 @@ class Recipe:
         self.__dict__["_key"] = twin.key  # traced code reads it
 
     def _be_known(self) -> str:
-        RECIPES[self._native.key] = self._native
+        know(self._native)
         return "known"
 
     # A compiler runs it once, while it traces.
@@ -154,8 +182,10 @@ class Recipe:
             raise TypeError(f"[{type(self).__name__}] {name} must be {wanted}, got {value!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_twin" not in self.__dict__:  # while it is made
+        if "_twin" not in self.__dict__:  # while it is made, or in traced code
             object.__setattr__(self, name, value)
+            if "_key" in self.__dict__:
+                self._take_key()
             return
         if name in self._checks:
             self._check(name, value)
@@ -183,6 +213,29 @@ class Recipe:
         if name in type(self)._params:
             return self._default_params(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # -- in traced code: a compiler cannot make a twin, but it runs a function of constants once
+
+    def _init_traced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ignored: list[str]
+    ) -> None:
+        names = type(self)._names
+        if len(args) > len(names):
+            raise TypeError(f"[{type(self).__name__}] takes {names}, got {len(args)} arguments")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for name in names:
+            value = given[name] if name in given else getattr(type(self), name)
+            object.__setattr__(self, name, value)
+        self._take_key(ignored)
+
+    def _take_key(self, ignored: Sequence[str] = ()) -> None:
+        set_params = [name for name in self._params if name in self.__dict__]
+        values = [_as_constants(self.__dict__[name]) for name in type(self)._names]
+        params = [_as_constants(self.__dict__[name]) for name in set_params]
+        key = _known_key(
+            type(self), tuple(values), tuple(set_params), tuple(params), tuple(ignored)
+        )
+        object.__setattr__(self, "_key", key)
 
     # -- the twin
 
@@ -218,6 +271,9 @@ class Recipe:
         return {k: v for k, v in self.__dict__.items() if k not in ("_twin", "_key")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        given = inspect.signature(type(self).__init__).parameters
+        for name in self._checks.keys() - state.keys():  # fields that it was pickled without
+            self.__dict__[name] = given[name].default
         self.__dict__.update(state)
         self.__dict__["_twin"] = None
 
@@ -234,6 +290,76 @@ class Recipe:
             text = value.name if isinstance(value, Format) else repr(value)
             parts.append(f"{name}={text}")
         return f"{type(self).__name__}({', '.join(parts)})"
+
+
+R = TypeVar("R", bound=Recipe)
+
+
+@dataclass_transform(eq_default=False)
+def recipe_class(cls: type[R]) -> type[R]:
+    """Makes a dataclass of a recipe, one that can be made in traced code as well.
+
+    Its constructor ignores names that it does not know, with a warning once for each.
+    """
+    made = dataclass(repr=False, eq=False)(cls)
+    made._names = tuple(field.name for field in fields(made))  # type: ignore[arg-type]
+    plain: Any = made.__init__
+
+    @functools.wraps(plain)
+    def init(self: R, *args: Any, **given: Any) -> None:
+        ignored = [name for name in given if name not in made._names]
+        fitting = {name: value for name, value in given.items() if name in made._names}
+        if is_dynamo_compiling():
+            self._init_traced(args, fitting, ignored)
+            return
+        for name in ignored:
+            _warn_ignored(type(self).__name__, name)
+        plain(self, *args, **fitting)
+
+    made.__init__ = init  # type: ignore[assignment, method-assign]
+    return made
+
+
+def _as_constants(value: Any) -> Any:
+    """A value as a compiler hands it to a function that it runs: objects as their fields."""
+    if isinstance(value, MMParams):
+        return ("MMParams", value.use_split_accumulator)
+    if isinstance(value, QParams):
+        return (
+            "QParams",
+            value.power_2_scale,
+            value.amax_epsilon,
+            value.random_hadamard_transform,
+            value.stochastic_rounding,
+            value.fp4_2d_quantization,
+        )
+    return value
+
+
+def _from_constants(value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    return (MMParams if value[0] == "MMParams" else QParams)(*value[1:])
+
+
+def _known_key(
+    cls: type[Recipe],
+    values: tuple[Any, ...],
+    names: tuple[str, ...],
+    params: tuple[Any, ...],
+    ignored: tuple[str, ...],
+) -> str:
+    for name in ignored:
+        _warn_ignored(cls.__name__, name)
+    made = cls(*map(_from_constants, values))
+    for name, value in zip(names, params, strict=True):
+        setattr(made, name, _from_constants(value))
+    made._be_known()
+    return made._native.key
+
+
+# A compiler runs it once, while it traces.
+_known_key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def object_of(host: tuple[Any, type, dict[str, Any]], native: _C.Recipe) -> Recipe:
@@ -286,6 +412,12 @@ def fp8_name(recipe: Recipe, value: Format) -> str:
             f"[{type(recipe).__name__}] fp8_format must be Format.E4M3, E5M2 or HYBRID, got {value}"
         )
     return value.name
+
+
+def overridden(values: dict[str, Any]) -> dict[str, str]:
+    """The option of the twin for ``backward_override``."""
+    value = values["backward_override"]
+    return {} if value is None else {"backward_override": value}
 
 
 def split_accumulation(values: dict[str, Any]) -> dict[str, bool]:

@@ -166,10 +166,10 @@ class QuantizedTensor(torch.Tensor):
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     def _set_data(self, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, QuantizedTensor):
-            tensor = self._quantizer.quantize(tensor.detach())
-        torch.Tensor.data.__set__(self, tensor)  # type: ignore[attr-defined]
-        self.__class__ = type(tensor)
+        quantized = isinstance(tensor, QuantizedTensor)
+        data: Any = tensor if quantized else dispatch.wrap(self._handle.like(tensor.detach()))
+        torch.Tensor.data.__set__(self, data)  # type: ignore[attr-defined]
+        self.__class__ = type(data)
 
     # A plain tensor assigned to it is quantized.
     data = property(_get_data, _set_data)

@@ -23,10 +23,10 @@ __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b);
 __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
-/// Held to [-87, 87]; NaN stays NaN.
+/// Held to [-87, 88.75]; NaN stays NaN.
 __device__ __forceinline__ float bounded(float x) {
   float held;
-  asm("min.NaN.f32 %0, %1, 0f42AE0000;" : "=f"(held) : "f"(x));
+  asm("min.NaN.f32 %0, %1, 0f42B18000;" : "=f"(held) : "f"(x));
   asm("max.NaN.f32 %0, %1, 0fC2AE0000;" : "=f"(held) : "f"(held));
   return held;
 }
@@ -37,7 +37,8 @@ __device__ __forceinline__ float power_of_2(float x) {
   return power;
 }
 
-/// exp(x) within 2 ulp for |x| <= 87, held at the bounds beyond them.
+/// exp(x) within 2 ulp for |x| <= 88, held at exp(-87) below and infinite from 88.4 on: a sigmoid
+/// is 0 there, so that its product with -1e38 is too.
 __device__ __forceinline__ float bounded_exp(float x) {
   x = bounded(x);
   const float shifted = fma(x, 1.44269504f, 12582912.0f);  // 1.5 * 2^23: rounds to an integer
@@ -79,9 +80,9 @@ __device__ __forceinline__ float scaled_silu(float x, float k) {
 }
 
 __device__ __forceinline__ Partial scaled_silu_partial(float x, float k) {
-  const float s = sigmoid(mul(k, x));
+  const float s = sigmoid(mul(k, x));  // k x may be infinite where x is not
   const float y = mul(x, s);
-  return {y, fma(mul(k, y), add(1.0f, -s), s)};
+  return {y, fma(k, mul(y, add(1.0f, -s)), s)};
 }
 
 // 0.5 x (1 + tanh(u)) = x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3).
@@ -92,10 +93,12 @@ struct GELU {
     return mul(x, sigmoid(mul(x, fma(mul(k3, x), x, k1))));
   }
   static __device__ __forceinline__ Partial partial(float x) {
+    // Held where s is 0 or 1 already: infinity times zero would be no number.
     const float cubic = mul(mul(k3, x), x);
+    const float held = cubic > 70.0f ? 70.0f : cubic;
     const float s = sigmoid(mul(x, fma(mul(k3, x), x, k1)));
     const float y = mul(x, s);
-    return {y, fma(mul(y, add(1.0f, -s)), fma(3.0f, cubic, k1), s)};
+    return {y, fma(mul(y, add(1.0f, -s)), fma(3.0f, held, k1), s)};
   }
 };
 

@@ -39,8 +39,8 @@ LIGATURE_BOTH float decode_fp4(uint32_t code) {
 }
 
 /// The factor above the blocks' own.
-LIGATURE_BOTH float nv_upper(float amax, bool four_over_six) {
-  const float quotient = rounded_quotient(amax, four_over_six ? 1536.0f : 2688.0f);
+LIGATURE_BOTH float nv_upper(float amax, bool to_256) {
+  const float quotient = rounded_quotient(amax, to_256 ? 1536.0f : 2688.0f);
   constexpr float least = 1.1754943508222875e-38f;  // 2^-126
   return quotient < least ? least : quotient;
 }

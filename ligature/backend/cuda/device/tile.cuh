@@ -194,7 +194,8 @@ __device__ __forceinline__ float tensor_factor(const QuantizePlan& plan) {
   if (plan.find_amax) return 1.0f;
   if (plan.format.scaling == Scaling::Delayed) return *plan.factor;
   if (plan.format.scaling != Scaling::Current) return 1.0f;
-  return factor_of(__float_as_uint(*plan.amax), largest_of(plan.format.element),
+  return factor_of(__float_as_uint(*plan.amax),
+                   plan.fit_to > 0 ? plan.fit_to : largest_of(plan.format.element),
                    plan.format.amax_epsilon, plan.format.power_of_2_scales);
 }
 

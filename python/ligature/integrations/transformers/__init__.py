@@ -10,6 +10,7 @@
 """
 
 from .modules import GatedMLP, NormInMLP
+from .optimizer_state import convert_optimizer_state
 from .replacing import gradient_checkpointing_enable, replace
 from .report import Left, Replaced, Report
 
@@ -19,6 +20,7 @@ __all__ = [
     "NormInMLP",
     "Replaced",
     "Report",
+    "convert_optimizer_state",
     "gradient_checkpointing_enable",
     "replace",
 ]

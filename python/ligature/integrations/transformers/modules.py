@@ -7,11 +7,13 @@ on the way out and on the way in.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ...ops import Linear, RMSNorm, Sequential
+from ... import _C
+from ...ops import FusibleOperation, Linear, RMSNorm, Sequential
+from ...quantization.autocast import get_autocast_recipe
 
 HALVES = ("gate_proj", "up_proj")
 JOINED = "gate_up_proj"
@@ -21,7 +23,8 @@ class GatedMLP(Sequential):
     """A norm (or none), ``gate_up_proj``, a gated activation and ``down_proj`` in one pipeline.
 
     Where the original has ``gate_proj`` and ``up_proj``, the rows of ``gate_up_proj`` are those of
-    ``gate_proj``, then those of ``up_proj``, and checkpoints hold the two.
+    ``gate_proj``, then those of ``up_proj``, and checkpoints hold the two. Under those names there
+    are views of the rows too.
 
     Args:
         norm: the norm in front, or None.
@@ -48,7 +51,24 @@ class GatedMLP(Sequential):
         ops["down_proj"] = down_proj
         super().__init__(ops, recompute=recompute)
         self.halves = halves
+        self.register_state_dict_pre_hook(_list_recipe_state)
         self.register_state_dict_post_hook(_split_halves)
+
+    @property
+    def gate_proj(self) -> Half:
+        """The rows of ``gate_up_proj`` that are gated."""
+        return self._half(0)
+
+    @property
+    def up_proj(self) -> Half:
+        """The other rows of ``gate_up_proj``."""
+        return self._half(1)
+
+    def _half(self, place: int) -> Half:
+        joined = self._modules.get(JOINED)
+        if not self.halves or not isinstance(joined, Linear):
+            raise AttributeError(f"{type(self).__name__} has no {HALVES[place]}")
+        return Half(joined, place)
 
     def _load_from_state_dict(
         self,
@@ -72,6 +92,68 @@ class GatedMLP(Sequential):
         )
 
 
+class Half(torch.nn.Module):
+    """One of the linear layers that were joined: its parameters are views of the rows.
+
+    No module of the model, which has the joined one; a fresh object on every look.
+    """
+
+    def __init__(self, joined: Linear, place: int) -> None:
+        super().__init__()
+        self._of = (joined,)  # no submodule of this one
+        self.place = place
+
+    @property
+    def _joined(self) -> Linear:
+        return self._of[0]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Rows of the joined weight."""
+        return self._joined.weight.chunk(2)[self.place]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """A part of the joined bias."""
+        bias = self._joined.bias
+        return None if bias is None else bias.chunk(2)[self.place]
+
+    @property
+    def in_features(self) -> int:
+        """Size of the input's last dimension."""
+        return self._joined.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Size of the output's last dimension."""
+        return self._joined.out_features // 2
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """What the layer alone computes."""
+        return torch.nn.functional.linear(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, a half"
+
+
+def _list_recipe_state(module: GatedMLP, prefix: str, keep_vars: bool) -> None:
+    """The original knows no recipes, so their state is there where it holds something; and inside
+    an ``autocast`` with delayed scaling, for tools that fill what a model lists."""
+    recipe = get_autocast_recipe()
+    for op in module:
+        if isinstance(op, FusibleOperation):
+            op._lists_empty_state = recipe is not None and recipe.delayed()
+
+
+def _part(value: torch.Tensor, place: int) -> torch.Tensor:
+    """A half in the same memory. With a storage of its own, since files hold whole storages; a
+    parameter itself (``keep_vars``) is a view that gradients flow through."""
+    if isinstance(value, torch.nn.Parameter):
+        return value.chunk(2)[place]
+    rows = value.shape[0] // 2
+    return _C.rows_alone(value, place * rows, rows)
+
+
 def _split_halves(
     module: GatedMLP, state_dict: OrderedDict[str, Any], prefix: str, metadata: Any
 ) -> None:
@@ -83,7 +165,7 @@ def _split_halves(
     for place, half in enumerate(HALVES):
         for name, value in values.items():
             if value is not None:
-                state_dict[f"{prefix}{half}.{name}"] = value.chunk(2)[place]
+                state_dict[f"{prefix}{half}.{name}"] = _part(value, place)
     state_dict.update(own)
 
 
@@ -95,7 +177,12 @@ def _join_halves(
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Puts one entry in the place of two. A half that is missing stays as it is in the model."""
+    """Puts one entry in the place of two. A half that is missing stays as it is in the model.
+
+    A joined entry that is the model's own parameter says nothing, which is how
+    ``torch.distributed.checkpoint`` fills up what it loads."""
+    if state_dict.get(joined) is parameter and any(key in state_dict for key in keys):
+        del state_dict[joined]
     if joined in state_dict or any(k.startswith(f"{joined}.") for k in state_dict):
         return
     own = parameter.detach().chunk(2)
@@ -126,11 +213,18 @@ class NormInMLP(torch.nn.Module):
 
     Args:
         mlp: the name of that MLP in the same layer, whose ``norm`` it stands for.
+        module: the MLP.
     """
 
-    def __init__(self, mlp: str) -> None:
+    def __init__(self, mlp: str, module: GatedMLP) -> None:
         super().__init__()
         self.mlp = mlp
+        self._module = (module,)  # no submodule of this one
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """That of the norm in the MLP."""
+        return cast(torch.Tensor, getattr(self._module[0].norm, "weight"))  # noqa: B009
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Its input."""
@@ -146,7 +240,7 @@ def keep_norm_names(layer: torch.nn.Module) -> None:
     layer.register_load_state_dict_pre_hook(_norm_into_mlp)
 
 
-def _stand_ins(layer: torch.nn.Module) -> list[tuple[str, str, RMSNorm]]:
+def stand_ins(layer: torch.nn.Module) -> list[tuple[str, str, RMSNorm]]:
     """Name of the norm, name of the MLP, and the norm in it."""
     found = []
     for name, child in layer._modules.items():
@@ -161,7 +255,7 @@ def _stand_ins(layer: torch.nn.Module) -> list[tuple[str, str, RMSNorm]]:
 def _norm_out_of_mlp(
     layer: torch.nn.Module, state_dict: OrderedDict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    for name, mlp, norm in _stand_ins(layer):
+    for name, mlp, norm in stand_ins(layer):
         children = list(layer._modules)
         later = tuple(f"{prefix}{n}." for n in children[children.index(name) + 1 :])
         for own in norm._parameters:
@@ -182,9 +276,11 @@ def _norm_into_mlp(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    for name, mlp, norm in _stand_ins(layer):
+    for name, mlp, norm in stand_ins(layer):
         for own, parameter in norm._parameters.items():
             key, inner = f"{prefix}{name}.{own}", f"{prefix}{mlp}.norm.{own}"
+            if state_dict.get(inner) is parameter and key in state_dict:
+                del state_dict[inner]
             if parameter is None or inner in state_dict:
                 continue
             value = state_dict.pop(key, None)

@@ -19,6 +19,7 @@ from .dataflow import norm_before
 from .modules import GatedMLP, NormInMLP, keep_norm_names
 from .recognition import MLP, Norm, UnsupportedError, is_mlp, read_mlp, read_norm
 from .report import Left, Replaced, Report
+from .saving import SavePretrained
 
 
 def replace(model: torch.nn.Module, *, strict: bool = True, recompute: str = "none") -> Report:
@@ -194,7 +195,7 @@ class _Plan:
                 report.replaced.append(Replaced(name, operations, found.norm, found.note))
                 if found.norm is not None:
                     layer, _, last = name.rpartition(".")
-                    self._set(found.norm, NormInMLP(last))
+                    self._set(found.norm, NormInMLP(last, mlp))
                     layers.add(layer)
             elif name in self.norms and name not in {f.norm for f in self.mlps.values()}:
                 self._set(name, _make_norm(self.norms.pop(name)))
@@ -218,6 +219,7 @@ class _Plan:
                     for linear in ("gate_up_proj", "down_proj"):
                         keys |= set(state_keys(f"{name[len(start) :]}.{linear}."))
             host._keys_to_ignore_on_save = keys  # type: ignore[assignment]
+            host.save_pretrained = SavePretrained(host)  # type: ignore[assignment]
 
 
 # -- modules

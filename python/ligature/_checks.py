@@ -1,0 +1,32 @@
+"""Checks of arguments that several parts of the package take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def check_group(owner: str, name: str, group: Any) -> None:
+    """Refuses what is no group of processes, whether or not there are other processes."""
+    distributed = torch.distributed
+    if group is None:
+        return
+    if distributed.is_available():
+        if isinstance(group, distributed.ProcessGroup):
+            return
+        # What new_group() gives a process that is not in the group.
+        if isinstance(group, int) and group == distributed.GroupMember.NON_GROUP_MEMBER:
+            return
+    raise TypeError(
+        f"[{owner}] {name} must be a torch.distributed.ProcessGroup or None, got {group!r}"
+    )
+
+
+def listed(owner: str, name: str, items: str, given: Any) -> list[Any]:
+    """What is given, as a list; ``items`` says of what."""
+    if not isinstance(given, Iterable):
+        got = "None" if given is None else type(given).__name__
+        raise TypeError(f"[{owner}] {name} must be {items}, got {got}")
+    return list(given)
