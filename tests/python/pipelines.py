@@ -263,6 +263,8 @@ class _Maker(Draw):
                 style = "SplitPieces"
             plain = not (self.mixed or self.autocast or (self.main_grad and kind != "forward"))
             plain = plain and not self.recipe  # those by hand compute in high precision
+            # and save what an activation takes as it is.
+            plain = plain and not any(o.options.get("cache_quantized_input") for o in every_op(ops))
             if pattern == by_hand and plain:
                 style = LINEAR_SILU[kind]
             since = self.rng.randrange(calls) if self.chance(30) else 0

@@ -259,8 +259,9 @@ def compare_to_reference(recipe: Recipe, model: Any, inputs: list[Tensor], what:
         )
 
 
-# Left out and not explained yet: chains with four over six and scales to 448 differ from float64
-# for some seeds, while single linears and the bits of the format agree.
+# With four over six and scales to 448, differences in the last bits turn the choice of a block
+# about, which moves all of it, and more rarely than a few disturbed runs show:
+# test_linears_take_what_neighbours_give compares with what each linear was given.
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "nvfp4 4/6 to 448"])
 def test_neighbours_in_float32(name: str) -> None:
     for kind in neighbours(8, torch.float32):
@@ -272,6 +273,46 @@ def test_neighbours_in_float32(name: str) -> None:
 
 def apart(first: Any, second: Any, third: Any, x: Tensor, *extra: Tensor) -> Tensor:
     return third(second(first(x), *extra))
+
+
+def assert_linear(recipe: Recipe, linear: Any, x: Tensor, y: Tensor, what: str) -> None:
+    """That a linear which ran computed output and gradients from just these operands."""
+    assert y.grad is not None
+    assert x.grad is not None
+    given = x.detach().double().requires_grad_()
+    weight = linear.weight.detach().double().requires_grad_()
+    wanted = LinearRecipe(recipe).product(given, weight, torch.float32)
+    wanted.backward(y.grad.double())
+    if linear.bias is not None:
+        wanted = wanted + linear.bias.detach().double()
+    assert distance(y.detach(), wanted.detach()) < 1e-5, f"{what}: output"
+    assert distance(x.grad, given.grad) < 1e-5, f"{what}: gradient of the input"
+    assert distance(linear.weight.grad, weight.grad) < 1e-5, f"{what}: gradient of the weight"
+
+
+@pytest.mark.parametrize("name", ["nvfp4 1d", "nvfp4 4/6 mse", "nvfp4 4/6 to 448"])
+def test_linears_take_what_neighbours_give(name: str) -> None:
+    """A chain has the bits of its operations alone, and each linear is right for its operands."""
+    for kind in neighbours(8, torch.float32):
+        recipe = RECIPES[name]()
+        model, shapes = chain(kind, torch.float32)
+        inputs = [torch.randn(shape) for shape in shapes]
+        together = run_steps(recipe, model, model, inputs)
+        model.zero_grad()
+        x, *extra = (v.detach().clone().requires_grad_() for v in inputs)
+        with te.autocast(recipe=recipe):
+            h = model[0](x)
+            m = model[1](h, *extra)
+            y = model[2](m)
+        for value in (h, m, y):
+            value.retain_grad()
+        y.backward(gradient_for(y, y.dtype))
+        alone = [y.detach(), x.grad, *(v.grad for v in extra)]
+        alone += [p.grad for p in model.parameters()]
+        for k, (a, b) in enumerate(zip(together, alone, strict=True)):
+            assert distance(a, b) < 1e-6, f"{kind}: {label(k, model, inputs)}"
+        assert_linear(recipe, model[0], x, h, f"{kind}: the first linear")
+        assert_linear(recipe, model[2], m, y, f"{kind}: the last linear")
 
 
 @EVERY
