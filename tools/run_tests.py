@@ -3,15 +3,18 @@
     python tools/run_tests.py [--jobs 2] [--cpp build/release/bin/ligature_tests] [--logs DIR]
         [--limit SECONDS] [--ignore FILE] [--no-python --under memcheck] [-- arguments for pytest]
 
-The longest come first; a long file is given out in parts, short ones together. What fails is shown
-at the end, shortened; whole logs are in the folder of --logs.
+The longest come first; a long file is given out in parts, short ones together. Each run
+measures how long they take, for the next one. What fails is shown at the end, shortened; whole logs
+are in the folder of --logs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -23,49 +26,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Seconds of the longest files, in one process on a CPU: only what they are to each other counts.
-SECONDS = {
-    "test_random_pipelines.py": 55.0,
-    "test_demo.py": 45.0,
-    "test_install.py": 45.0,
-    "test_recipe_ops.py": 38.0,
-    "test_compile.py": 25.0,
-    "test_compile_recipes.py": 20.0,
-    "test_recipe_training.py": 15.0,
-    "test_recipe_fusions.py": 12.0,
-    "test_cpp_forms.py": 11.0,
-    "test_compile_custom.py": 9.0,
-    "test_module_copies.py": 8.0,
-    "test_delayed_scaling.py": 8.0,
-    "test_quantizers.py": 8.0,
-    "test_integrations_transformers.py": 20.0,
-    "test_integrations_state.py": 10.0,
-    "test_llama_example.py": 7.0,
-    "test_recipe_steps.py": 7.0,
-    "test_formats.py": 6.5,
-    "test_custom_arguments.py": 5.5,
-    "test_docs.py": 5.0,
-    "test_docs_site.py": 4.0,
-    "test_recipe_explain.py": 4.0,
-    "test_autograd_lifetime.py": 3.5,
-    "test_state_dict_low_precision.py": 3.5,
-    "test_testing_operation.py": 3.0,
-    "test_testing_walk.py": 3.0,
-}
-OTHERS = 1.0
-# Beside that on a GPU, where every other test runs on both devices too.
-GPU_SECONDS = {
-    "test_cuda_formats.py": 40.0,
-    "test_cuda_gemm.py": 20.0,
-    "test_cuda_stream.py": 5.0,
-    "test_formats.py": 10.0,
-    "test_quantizers.py": 10.0,
-    "test_recipe_ops.py": 40.0,
-    "test_recipe_fusions.py": 15.0,
-    "test_recipe_steps.py": 15.0,
-}
-# One long test, or fixtures that would run in every part.
-WHOLE = ("test_demo.py", "test_install.py", "test_cpp_forms.py")
+# What each file took when it last ran as a whole: {"cpu": {file: seconds, ...}, "gpu": ...}.
+SECONDS = ROOT / "build/test_seconds.json"
+SECONDS_PER_LINE = 0.02  # of a file that was not measured yet
+# What a file says that cannot be cut: one long test, or fixtures that would run in every part.
+WHOLE = re.compile(r"^IN_ONE_PROCESS = True\b", re.MULTILINE)
 # Our own kernels are checked; initcheck has to see what every other one writes.
 TOOLS = {
     "memcheck": ["--kernel-name", "kns=ligature"],
@@ -81,25 +46,33 @@ TOLD = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed)")
 SHOWN = 7000  # characters of failures
 
 
-# -- a part of a file, in a process of its own
+# -- some tests, in a process of their own
 
 
 class Part:
-    """A plugin of pytest's that takes every so manyth test."""
+    """A plugin of pytest's that takes one of several equal parts and measures files' seconds."""
 
     def __init__(self, which: int, of: int) -> None:
         self.which, self.of = which, of
+        self.seconds: Counter[str] = Counter()
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = items[self.which :: self.of]
+        numbers = list(range(len(items)))
+        random.Random(0).shuffle(numbers)  # every so manyth alone may be all those of one parameter
+        items[:] = [items[number] for number in sorted(numbers[self.which :: self.of])]
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[Path(report.nodeid.partition("::")[0]).name] += report.duration
 
 
 def run_part(part: str, arguments: list[str]) -> int:
     import pytest
 
     sys.path[0] = os.getcwd()  # as python -m pytest has it, and not this file's folder
-    which, of = map(int, part.split("/"))
-    return int(pytest.main(arguments, plugins=[Part(which, of)]))
+    plugin = Part(*map(int, part.split("/")))
+    code = int(pytest.main(arguments, plugins=[plugin]))
+    Path(os.environ["SECONDS_OUTPUT"]).write_text(json.dumps(plugin.seconds))
+    return code
 
 
 # -- what is to be run
@@ -109,7 +82,8 @@ def run_part(part: str, arguments: list[str]) -> int:
 class Unit:
     name: str
     command: list[str]
-    cost: float
+    cost: float  # the longest come first
+    names: list[str]  # of files, or C++
     env: dict[str, str] = field(default_factory=dict)
     log: Path = Path()
     process: subprocess.Popen[bytes] | None = None
@@ -118,55 +92,75 @@ class Unit:
     code: int | None = None
 
     @property
+    def is_python(self) -> bool:
+        return not self.name.startswith("C++")
+
+    @property
+    def times(self) -> Path:
+        """The seconds of what it ran, where its process came to its end."""
+        return self.log.with_suffix(".json")
+
+    @property
     def failed(self) -> bool:
-        nothing_collected = self.name.startswith("test_") and self.code == 5
+        nothing_collected = self.is_python and self.code == 5
         return self.code != 0 and not nothing_collected
 
 
-def python_units(jobs: int, gpu: bool, ignored: list[str], arguments: list[str]) -> list[Unit]:
-    known = Counter(SECONDS) + Counter(GPU_SECONDS if gpu else {})
-    files = [f for f in sorted((ROOT / "tests/python").glob("test_*.py")) if f.name not in ignored]
-    costs = {file: known[file.name] or OTHERS for file in files}
+def python_units(
+    jobs: int, measured: dict[str, float], ignored: list[str], arguments: list[str]
+) -> list[Unit]:
+    """Files in few processes: long ones in parts, short ones together.
+
+    Nobody knows how long a new file takes. All new ones are cut together, into parts of as many
+    tests from anywhere, which take about as long as each other. What cannot be cut comes first.
+    """
+    files = [f for f in sorted((ROOT / "tests/python").rglob("test_*.py")) if f.name not in ignored]
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    whole = {file for file in files if WHOLE.search(texts[file])}
+    new = [file for file in files if file.name not in measured]
+    costs = {f: measured.get(f.name, texts[f].count("\n") * SECONDS_PER_LINE) for f in files}
     share = max(10.0, sum(costs.values()) / jobs / 4)
-    plain = [
-        "-q",
-        "--durations=4",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "faulthandler_timeout=240",
-    ]
-    plain += arguments
+    plain = ["-q", "--durations=4", "--tb=short", "-p", "no:cacheprovider"]
+    plain += ["-o", "faulthandler_timeout=240", *arguments]
     units: list[Unit] = []
+
+    def add(name: str, parts: int, files: list[Path], cost: float) -> None:
+        for i in range(parts):
+            units.append(
+                Unit(
+                    name if parts == 1 else f"{name} {i + 1} of {parts}",
+                    [sys.executable, __file__, "part", f"{i}/{parts}", *plain, *map(str, files)],
+                    START + cost / parts,
+                    [file.name for file in files],
+                )
+            )
+
+    def add_together(files: list[Path], parts: int = 1) -> None:
+        if files:
+            name = files[0].stem + (f" and {len(files) - 1} more" if files[1:] else "")
+            add(name, parts, files, sum(costs[file] for file in files))
+
+    for file in (file for file in new if file in whole):
+        add(file.stem, 1, [file], math.inf)
+    cut = [file for file in new if file not in whole]
+    add_together(cut, min(2 * jobs, math.ceil(sum(costs[file] for file in cut) / share)))
     together: list[Path] = []
-
-    def command(part: str, files: list[Path]) -> list[str]:
-        return [sys.executable, __file__, "part", part, *plain, *map(str, files)]
-
-    def flush() -> None:
-        if together:
-            cost = START + sum(costs[file] for file in together)
-            name = together[0].stem + (f" and {len(together) - 1} more" if together[1:] else "")
-            units.append(Unit(name, command("0/1", together), cost))
-            together.clear()
-
-    for file in sorted(files, key=lambda file: -costs[file]):
-        parts = 1 if file.name in WHOLE else round(costs[file] / share)
+    for file in sorted((f for f in files if f not in new), key=lambda file: -costs[file]):
+        parts = 1 if file in whole else round(costs[file] / share)
         if parts > 1:
-            for i in range(parts):
-                name = f"{file.stem} {i + 1} of {parts}"
-                cost = START + costs[file] / parts
-                units.append(Unit(name, command(f"{i}/{parts}", [file]), cost))
+            add(file.stem, parts, [file], costs[file])
             continue
         if sum(costs[f] for f in together) + costs[file] > share:
-            flush()
+            add_together(together)
+            together = []
         together.append(file)
-    flush()
+    add_together(together)
     return units
 
 
-def cpp_units(binary: str, shards: int, pattern: str, gpu: bool, tool: str | None) -> list[Unit]:
+def cpp_units(
+    binary: str, shards: int, pattern: str, measured: dict[str, float], tool: str | None
+) -> list[Unit]:
     env = {}
     if tool in BLIND:
         pattern += (":" if "-" in pattern else "-") + BY_TMA
@@ -180,7 +174,8 @@ def cpp_units(binary: str, shards: int, pattern: str, gpu: bool, tool: str | Non
         Unit(
             f"{name} {i + 1} of {shards}",
             command,
-            (200.0 if gpu else 30.0) / shards + START,
+            measured.get(name, math.inf) / shards + START,
+            [name],
             {**env, "GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(i)},
         )
         for i in range(shards)
@@ -192,6 +187,10 @@ def cpp_units(binary: str, shards: int, pattern: str, gpu: bool, tool: str | Non
 
 def run_all(units: list[Unit], jobs: int, threads: int, logs: Path, limit: float) -> None:
     logs.mkdir(parents=True, exist_ok=True)
+    for unit in units:
+        unit.log = logs / (unit.name.replace(" ", "_").replace("+", "p") + ".log")
+        unit.log.unlink(missing_ok=True)
+        unit.times.unlink(missing_ok=True)
     waiting = sorted(units, key=lambda unit: -unit.cost)
     running: list[Unit] = []
     common = {
@@ -203,9 +202,7 @@ def run_all(units: list[Unit], jobs: int, threads: int, logs: Path, limit: float
     while waiting or running:
         while waiting and len(running) < jobs:
             unit = waiting.pop(0)
-            unit.log = logs / (unit.name.replace(" ", "_").replace("+", "p") + ".log")
-            if not unit.name.startswith("test_"):
-                unit.env["GTEST_OUTPUT"] = f"json:{unit.log.with_suffix('.json')}"
+            unit.env |= {"SECONDS_OUTPUT": str(unit.times), "GTEST_OUTPUT": f"json:{unit.times}"}
             with open(unit.log, "wb") as out:
                 unit.process = subprocess.Popen(
                     unit.command,
@@ -260,21 +257,49 @@ def failure_text(unit: Unit, size: int) -> str:
 
 def cpp_seconds(unit: Unit) -> dict[str, float]:
     """Of each C++ test, where its process came to its end."""
-    told = unit.log.with_suffix(".json")
-    if unit.name.startswith("test_") or not told.is_file():
+    if unit.is_python or not unit.times.is_file():
         return {}
     return {
         f"{test['classname']}.{test['name']}": float(test["time"].rstrip("s"))
-        for suite in json.loads(told.read_text())["testsuites"]
+        for suite in json.loads(unit.times.read_text())["testsuites"]
         for test in suite["testsuite"]
     }
+
+
+def seconds_by_name(units: list[Unit]) -> dict[str, float]:
+    """Of each file, and of the C++ tests, where all processes that had a part came to their end."""
+    found: Counter[str] = Counter()
+    lost: set[str] = set()
+    for unit in units:
+        if not unit.times.is_file():
+            lost.update(unit.names)
+        elif unit.is_python:
+            found.update({**dict.fromkeys(unit.names, 0.0), **json.loads(unit.times.read_text())})
+        else:
+            found.update({unit.names[0]: sum(cpp_seconds(unit).values())})
+    return {name: round(seconds, 2) for name, seconds in found.items() if name not in lost}
+
+
+def load_seconds(device: str) -> dict[str, float]:
+    """What earlier runs measured on this kind of device."""
+    known = json.loads(SECONDS.read_text()) if SECONDS.is_file() else {}
+    return dict(known.get(device, {}))
+
+
+def save_seconds(device: str, seconds: dict[str, float]) -> None:
+    known = json.loads(SECONDS.read_text()) if SECONDS.is_file() else {}
+    known[device] = {**known.get(device, {}), **seconds}
+    SECONDS.parent.mkdir(parents=True, exist_ok=True)
+    made = SECONDS.with_suffix(f".{os.getpid()}")  # another run may be reading
+    made.write_text(json.dumps(known, indent=1, sort_keys=True))
+    made.replace(SECONDS)
 
 
 def report(units: list[Unit], began: float) -> int:
     counts: Counter[str] = Counter()
     for unit in units:
         text = unit.log.read_text(errors="replace") if unit.log.is_file() else ""
-        if unit.name.startswith("C++"):
+        if not unit.is_python:
             for n in re.findall(r"\[  PASSED  \] (\d+)", text):
                 counts["C++ passed"] += int(n)
             counts["C++ failed"] += len(set(re.findall(r"\[  FAILED  \] (\w+\.\S+)", text)))
@@ -317,13 +342,17 @@ def main() -> int:
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     args = parser.parse_args()
     began = time.monotonic()
+    device = "gpu" if args.gpu else "cpu"
+    measured = load_seconds(device)
     units = []
     if not args.no_python:
-        units = python_units(args.jobs, args.gpu, args.ignore, args.pytest)
+        units = python_units(args.jobs, measured, args.ignore, args.pytest)
     for tool in args.under or [None]:
         if args.cpp:
-            units += cpp_units(args.cpp, args.cpp_shards, args.cpp_filter, args.gpu, tool)
-    run_all(units, args.jobs, args.threads, args.logs, args.limit)
+            units += cpp_units(args.cpp, args.cpp_shards, args.cpp_filter, measured, tool)
+    run_all(units, args.jobs, args.threads, args.logs.resolve(), args.limit)
+    if not args.pytest:  # which may choose some tests of a file
+        save_seconds(device, seconds_by_name(units))
     return report(units, began)
 
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1] / "tests" / "python"
+SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "python" / "support"
 #: Failures after which there is no use in going on.
 MOST_FAILURES = 5
 SHRINK_SECONDS = 30.0
@@ -28,7 +28,7 @@ AHEAD = 2
 
 def load() -> Any:
     """The generator and the check, which import torch."""
-    sys.path.insert(0, str(TESTS))
+    sys.path.insert(0, str(SUPPORT))
     import pipeline_case
     import pipeline_check
     import pipelines

@@ -6,10 +6,13 @@ import fcntl
 import gc
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
+from fusion_support import REGISTER
 
 import ligature
 
@@ -44,6 +47,26 @@ def _same_start() -> Iterator[None]:
     assert torch.get_default_dtype() is torch.float32
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """With tiny tensors several threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[..., ligature.ops.FusionHandle]]:
+    """Registers until the end of the test."""
+    with ExitStack() as stack:
+
+        def register(kind: str, func: Any, prepend: bool = False) -> ligature.ops.FusionHandle:
+            return stack.enter_context(REGISTER[kind](func, prepend=prepend))
+
+        yield register
 
 
 @pytest.fixture
