@@ -26,7 +26,7 @@ help:
 	@echo "make soak [ARGS=...]   10,000 random pipelines against plain PyTorch, on all cores"
 	@echo "make sanitize          the C++ tests under the address and undefined-behaviour sanitizers"
 	@echo "make cuda              the library and its C++ tests with the CUDA backend, in build/cuda"
-	@echo "make lint | format     check, or fix, the style of C++ and Python; lint also checks the types"
+	@echo "make lint | format     check, or fix, the style of C++ and Python; lint also checks types and includes"
 	@echo "make clean             remove what was built; 'make distclean' removes .venv too"
 
 setup: $(READY)
@@ -98,6 +98,8 @@ lint: $(READY)
 	@$(BIN)/ruff format -q --check $(PY_DIRS)
 	@echo "== mypy"
 	@$(BIN)/mypy
+	@echo "== includes"
+	@$(BIN)/python tools/check_includes.py
 
 format: $(READY)
 	@$(BIN)/clang-format -i $(CXX_FILES)

@@ -17,8 +17,15 @@ else()
 endif()
 
 install(TARGETS ligature EXPORT LigatureTargets LIBRARY DESTINATION lib INCLUDES DESTINATION include)
-install(DIRECTORY ligature DESTINATION include FILES_MATCHING PATTERN "*.h"
-  PATTERN "pch.h" EXCLUDE PATTERN "builtin_scope.h" EXCLUDE PATTERN "backend" EXCLUDE)
+# The headers that users need, and those that these include.
+execute_process(
+  COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/check_includes.py --installed
+  OUTPUT_VARIABLE public_headers OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+string(REPLACE "\n" ";" public_headers "${public_headers}")
+foreach(header IN LISTS public_headers)
+  cmake_path(GET header PARENT_PATH folder)
+  install(FILES ligature/${header} DESTINATION include/ligature/${folder})
+endforeach()
 install(EXPORT LigatureTargets NAMESPACE Ligature:: DESTINATION ${package_dir})
 
 configure_package_config_file(cmake/LigatureConfig.cmake.in LigatureConfig.cmake

@@ -1,7 +1,7 @@
 #include "ligature/archive.h"
 
-#include "ligature/quantization/checkpoint.h"
-#include "ligature/quantization/weights.h"
+#include "ligature/recipes/checkpoint.h"
+#include "ligature/recipes/weights.h"
 #include "ligature/sequential.h"
 
 namespace ligature {

@@ -2,6 +2,7 @@
 // and the compiler's macros, the rest from torch and the processor at run time.
 #include "ligature/config.h"
 
+#include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
@@ -13,14 +14,10 @@
 #include <sstream>
 #include <string_view>
 
-#include "ligature/backend/cpu/vector_math.h"
-#include "ligature/backend/cuda/launch_scope.h"
+#include "ligature/kernels/backend.h"
 #include "ligature/kernels/log.h"
-#include "ligature/ops/prepare.h"
+#include "ligature/ops/checks.h"
 #include "ligature/version.h"
-
-#define LIGATURE_TEXT_OF_EXPANDED(...) #__VA_ARGS__
-#define LIGATURE_TEXT_OF(...) LIGATURE_TEXT_OF_EXPANDED(__VA_ARGS__)
 
 namespace ligature {
 namespace {
@@ -49,22 +46,7 @@ TorchConfig torch_config() {
 CudaConfig cuda_config() {
   constexpr std::string_view why_not = LIGATURE_WHY_NOT_CUDA;
   return {why_not.empty(), c10::impl::hasDeviceGuardImpl(at::kCUDA), std::string(why_not),
-          cuda::launch_graphs()};
-}
-
-// The kernels' attribute names the processors they are compiled for; the loader takes the first
-// that fits.
-std::string kernel_code() {
-  constexpr std::string_view clones = LIGATURE_TEXT_OF(LIGATURE_SIMD);
-  constexpr std::string_view known = R"(("arch=x86-64-v4", "arch=x86-64-v3", "default"))";
-  static_assert(clones.empty() || clones.find(known) != clones.npos,
-                "teach kernel_code() the processors that LIGATURE_SIMD names");
-#if defined(__x86_64__)
-  if (!clones.empty() && __builtin_cpu_supports("x86-64-v4")) return "x86-64-v4";
-  return !clones.empty() && __builtin_cpu_supports("x86-64-v3") ? "x86-64-v3" : "x86-64";
-#else
-  return "the compiler's default";
-#endif
+          kernels::detail::launches != nullptr && kernels::detail::launches->is_on()};
 }
 
 CpuConfig cpu_config() {
@@ -74,7 +56,7 @@ CpuConfig cpu_config() {
   cpu.avx512 = __builtin_cpu_supports("avx512f");
 #endif
   cpu.torch = at::get_cpu_capability();
-  cpu.ligature = kernel_code();
+  cpu.ligature = kernels::own_backend(at::kCPU)->processor();
   cpu.threads = at::get_num_threads();
   return cpu;
 }
@@ -159,7 +141,15 @@ Config config() {
   return c;
 }
 
-void set_launch_graphs(bool on) { cuda::set_launch_graphs(on); }
+c10::Device default_device() {
+  if (!at::hasCUDA()) return at::kCPU;
+  const auto* cuda = c10::impl::getDeviceGuardImpl(at::kCUDA);
+  return cuda->deviceCount() > 0 ? cuda->getDevice() : at::Device(at::kCPU);
+}
+
+void set_launch_graphs(bool on) {
+  if (kernels::detail::launches != nullptr) kernels::detail::launches->set_on(on);
+}
 
 std::string config_text() { return config_text(config()); }
 

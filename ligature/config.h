@@ -2,6 +2,8 @@
 // kernels serve them. Python shows the same as ligature.show_config().
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>

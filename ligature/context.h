@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "ligature/flags.h"
+#include "ligature/op_quantization.h"
 #include "ligature/plain_state.h"
-#include "ligature/quantization/op_quantization.h"
 #include "ligature/value.h"
 
 namespace ligature {
@@ -28,19 +28,25 @@ struct GradFlags {
 struct Contexts;
 class OperationContext;
 
-/// Who keeps the saved tensors of a call while its backward runs.
-class SavedOwner {
+/// Who holds what forward saved, while backward runs.
+class SavedValues {
  public:
+  /// Puts what an operation saved into its context.
+  virtual void unpack(size_t op) = 0;
+  /// The operations from `first` to `end` (not included) have run.
+  virtual void used(size_t first, size_t end) = 0;
   /// Drops the i-th saved tensor of `ctx` where nothing needs it after this backward step, and says
   /// so. `internal`: whether only operations of this call have ever seen its memory.
-  virtual bool let_go(const OperationContext& ctx, size_t i, bool& internal) = 0;
+  virtual bool try_release(const OperationContext& /*ctx*/, size_t /*i*/, bool& /*internal*/) {
+    return false;
+  }
 
  protected:
-  ~SavedOwner() = default;
+  ~SavedValues() = default;
 };
 
 /// A saved tensor for the last time.
-struct TakenValue {
+struct ReleasedValue {
   Value value;
   bool may_overwrite = false;  ///< nothing else holds its memory, and nobody will look at it
 };
@@ -65,7 +71,7 @@ class OperationContext {
 
   /// As saved_value(i), for an operation that does not look at it again: its memory is free as soon
   /// as what is returned goes, if the graph is not kept.
-  TakenValue take_saved(size_t i);
+  ReleasedValue release_saved(size_t i);
 
   GradFlags requires_grad;
   PlainState state;
@@ -98,14 +104,15 @@ struct Contexts : std::enable_shared_from_this<Contexts> {
   auto end() const { return all.end(); }
 
   std::vector<OperationContext> all;
-  /// Set while a backward step runs that may take saved tensors.
-  SavedOwner* owner = nullptr;
+  /// Set while a backward step runs that may release saved tensors.
+  SavedValues* holder = nullptr;
 };
 
-inline TakenValue OperationContext::take_saved(size_t i) {
-  TakenValue taken{saved_value(i), false};
+inline ReleasedValue OperationContext::release_saved(size_t i) {
+  ReleasedValue taken{saved_value(i), false};
   bool internal = false;
-  if (block == nullptr || block->owner == nullptr || !block->owner->let_go(*this, i, internal)) {
+  if (block == nullptr || block->holder == nullptr ||
+      !block->holder->try_release(*this, i, internal)) {
     return taken;
   }
   saved_[i] = {};

@@ -1,7 +1,7 @@
 // The whole of Ligature.
 #pragma once
 
-#include "ligature/fuser/explain.h"
+#include "ligature/explain/explain.h"
 #include "ligature/fuser/fuser.h"
 #include "ligature/fuser/strict.h"
 #include "ligature/ops/activation.h"
@@ -19,6 +19,6 @@
 #include "ligature/ops/reshape.h"
 #include "ligature/ops/rms_norm.h"
 #include "ligature/ops/scaled_activation.h"
-#include "ligature/quantization/autocast.h"
-#include "ligature/quantization/model_init.h"
+#include "ligature/recipes/autocast.h"
+#include "ligature/recipes/model_init.h"
 #include "ligature/sequential.h"

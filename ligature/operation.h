@@ -14,12 +14,13 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
 #include "ligature/context.h"
 #include "ligature/meta.h"
-#include "ligature/quantization/op_quantization.h"
+#include "ligature/op_quantization.h"
 
 namespace ligature {
 
@@ -117,9 +118,12 @@ class FusibleOperation : public torch::nn::Module {
   /// Does this class compute with the host language, so that its shapes are unknown beforehand and
   /// its steps run with the caller's dispatch state?
   virtual bool is_guest() const { return false; }
-  /// May its backward take saved tensors (OperationContext::take_saved)? A fused operation must not
-  /// look at a context again after it called a backward of the operation it belongs to.
-  virtual bool takes_saved() const { return !is_fused_op(); }
+  /// Are all its kernels Ligature's own or ATen's? Launches may then be held while it runs. Only a
+  /// class itself can say so, not one that is derived from it: LIGATURE_BUILTIN.
+  virtual bool is_builtin() const { return false; }
+  /// May its backward release saved tensors (OperationContext::release_saved)? A fused operation
+  /// must not look at a context again after it called a backward of the operation it belongs to.
+  virtual bool releases_saved() const { return !is_fused_op(); }
   /// May it cover the producer and the consumer of a channel? It then runs that channel itself: it
   /// is given an undefined tensor for the consumer's extra input, and may return one for the
   /// producer's extra output unless that is public or has a consumer outside.
@@ -373,6 +377,10 @@ class Operation : public Base {
                   "op_forward");
   }
 };
+
+/// In a class of an operation that calls no kernels but Ligature's own and ATen's.
+#define LIGATURE_BUILTIN(Class) \
+  bool is_builtin() const override { return typeid(*this) == typeid(Class); }
 
 /// Names of operations, for messages: "LayerNorm, BasicLinear, Bias".
 std::string describe(const OpList& ops);

@@ -84,6 +84,10 @@ Options options_from_state(const PlainState& state) {
   return options;
 }
 
+/// Where parameters are made that no device is named for: the current CUDA device where there is
+/// one, else the CPU (config.cpp).
+at::Device default_device();
+
 /// Fields of every options struct of an operation with parameters.
 struct ParameterOptions {
   std::optional<at::Device> device;     ///< CUDA where there is one, else the CPU

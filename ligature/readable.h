@@ -1,60 +1,12 @@
-// Which tensors kernels can read: those whose values lie, all of them, in memory of their own. The
-// fuser looks at every tensor that comes from outside before a kernel is given it.
+// Tensors that come from outside, as kernels read them. The fuser looks at every one of them before
+// a kernel is given it.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/DispatchKeySet.h>
-#include <c10/core/StorageImpl.h>
-#include <c10/util/FunctionRef.h>
-
-#include <functional>
-#include <optional>
-#include <string>
+#include "ligature/kernels/stored.h"
 
 namespace ligature {
 
 class Value;
-using at::Tensor;
-
-/// How an error calls a tensor: "[LayerNorm] weight". Asked only when there is one.
-using TensorName = c10::function_ref<std::string()>;
-
-namespace detail {
-
-/// Of a tensor with any other key the values are not simply what lies in its memory. Tensors of
-/// torch's own quantized dtypes are refused for their dtype.
-inline constexpr c10::DispatchKeySet kStoredKeys =
-    c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::Quantized,
-                         c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradFunctionality,
-                         c10::DispatchKey::AutogradOther}) |
-    c10::autocast_dispatch_keyset |
-    c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask);
-
-/// The elements of its storage up to the last one that it reaches.
-inline int64_t reach(const c10::TensorImpl& t) {
-  if (t.is_contiguous()) return t.storage_offset() + t.numel();
-  int64_t last = t.storage_offset();
-  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
-  return last + 1;
-}
-
-/// Kernels of other devices are ATen's, and a tensor on the meta device has only a shape.
-inline bool has_memory(const c10::TensorImpl& t) {
-  if (!t.is_cpu() && !t.is_cuda()) return true;
-  if (!t.has_storage()) return false;
-  if (t.numel() == 0) return true;
-  c10::StorageImpl* storage = t.unsafe_storage().unsafeGetStorageImpl();
-  return storage->_mutable_data_ptr_no_checks().get() != nullptr &&
-         reach(t) * static_cast<int64_t>(t.itemsize()) <= static_cast<int64_t>(storage->nbytes());
-}
-
-}  // namespace detail
-
-/// May a kernel read it as it is?
-inline bool is_readable(const Tensor& t) {
-  const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
-  return detail::kStoredKeys.has_all(impl.key_set()) && detail::has_memory(impl);
-}
 
 /// `t` as kernels read it: itself, or, where torch works values out when they are asked for (a
 /// negative bit, zeros without memory, a quantized tensor), a tensor that holds them. Throws for
@@ -65,16 +17,7 @@ Value readable(const Value& v, TensorName name);
 /// Throws unless `t` has memory that can be written to, by torch's functions at least.
 void check_writable(const Tensor& t, TensorName name);
 
-/// Throws inside torch's FakeTensorMode, where results of kernels have no memory.
-void check_no_fake_mode(TensorName name);
-/// Is this thread inside that mode?
-bool in_fake_mode();
-
-/// A class of tensors that only a language binding knows.
-struct TensorClass {
-  std::string name;     ///< "a DTensor"
-  std::string way_out;  ///< "pass its local part, to_local()"
-};
-void set_tensor_classes(std::function<std::optional<TensorClass>(const Tensor&)> find);
+/// The same tensor, or views of one memory.
+bool share_memory(const Tensor& a, const Tensor& b);
 
 }  // namespace ligature

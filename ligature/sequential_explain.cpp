@@ -8,6 +8,7 @@
 
 #include <mutex>
 
+#include "ligature/explain/explain.h"
 #include "ligature/sequential.h"
 
 namespace ligature {

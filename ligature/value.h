@@ -7,7 +7,8 @@
 #include <utility>
 
 #include "ligature/check.h"
-#include "ligature/quantization/quantized_tensor.h"
+#include "ligature/kernels/quantized_gemm.h"
+#include "ligature/quantized/quantized_tensor.h"
 
 namespace ligature {
 
@@ -36,6 +37,13 @@ class Value {
 
   /// The plain tensor, dequantized where it has to be.
   Tensor dequantized() const { return quantized_ ? quantized_->dequantize() : tensor_; }
+
+  /// As a GEMM reads it, as long as this value lives.
+  operator kernels::GemmOperand() const {  // NOLINT: a value is an operand
+    if (!quantized_) return {&tensor_, nullptr, nullptr, tensor_.sizes(), tensor_.device()};
+    return {nullptr, &quantized_->parts(), &quantized_->format_tag(), quantized_->sizes(),
+            quantized_->device()};
+  }
 
   at::IntArrayRef sizes() const { return quantized_ ? quantized_->sizes() : tensor_.sizes(); }
   at::ScalarType dtype() const { return quantized_ ? quantized_->dtype() : tensor_.scalar_type(); }

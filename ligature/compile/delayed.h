@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "ligature/quantization/autocast.h"
+#include "ligature/recipes/autocast.h"
 
 namespace ligature::compile {
 

@@ -13,6 +13,7 @@
 #include "ligature/fuser/forward_run.h"
 #include "ligature/fuser/strict.h"
 #include "ligature/readable.h"
+#include "ligature/recipes/recipe.h"
 #include "ligature/version.h"
 
 namespace ligature::compile {
@@ -243,7 +244,7 @@ std::shared_ptr<const Layout> FlatCall::run(const Arguments& arguments,
   }
   auto contexts = std::make_shared<Contexts>(plan_->basic_ops.size());
   ForwardRun forward(*plan_, call, grads_, *contexts);
-  const Value y = forward.run();
+  const Value y = forward.run(nullptr);
   LIGATURE_CHECK_STATE(!y.is_quantized(), "[", plan_->basic_ops.back()->label(),
                        "] a compiled graph cannot return a quantized tensor; put Quantize before "
                        "an operation that takes one");
@@ -317,9 +318,8 @@ std::vector<Tensor> FlatCall::run_back(const Layout& layout, std::vector<Tensor>
       BackwardNeed::of(*plan_, *contexts, traced_.param_offsets, [](size_t) { return true; });
   const Tensor dy = std::move(grads[0]);
   grads.erase(grads.begin());
-  return run_backward(
-      {*plan_, *contexts, traced_.param_offsets, layout.shapes, values, nullptr, nullptr}, need, dy,
-      std::move(grads));
+  BackwardRun run({*plan_, *contexts, traced_.param_offsets, layout.shapes, values}, need);
+  return run.run(dy, std::move(grads));
 }
 
 std::vector<Tensor> FlatCall::backward(std::vector<Tensor> grads, const std::vector<Tensor>& kept,

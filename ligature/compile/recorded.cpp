@@ -7,7 +7,7 @@
 
 #include "ligature/compile/flat.h"
 #include "ligature/compile/ops.h"
-#include "ligature/quantization/quantized_tensor.h"
+#include "ligature/quantized/quantized_tensor.h"
 
 namespace ligature::compile {
 namespace {

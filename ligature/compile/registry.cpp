@@ -8,8 +8,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "ligature/base/modes.h"
 #include "ligature/compile/flat.h"
-#include "ligature/modes.h"
 
 namespace ligature::compile {
 namespace {

@@ -8,6 +8,7 @@ namespace ligature {
 
 class BackwardAddNorm : public FusedOperation {
  public:
+  LIGATURE_BUILTIN(BackwardAddNorm)
   BackwardAddNorm(std::string name, const OpList& ops);
 
   FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,

@@ -9,11 +9,12 @@ namespace ligature {
 
 class BackwardLinearAdd : public FusedOperation {
  public:
+  LIGATURE_BUILTIN(BackwardLinearAdd)
   explicit BackwardLinearAdd(const OpList& ops);
 
   FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
                                      GradList grad_extra_outputs) override;
-  bool takes_saved() const override { return true; }
+  bool releases_saved() const override { return true; }
 
  private:
   MakeExtraOutputImpl& fork_;

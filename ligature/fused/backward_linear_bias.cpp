@@ -1,7 +1,6 @@
 #include "ligature/fused/backward_linear_bias.h"
 
 #include "ligature/fused/pieces.h"
-#include "ligature/kernels/activated_linear.h"
 
 namespace ligature {
 
@@ -32,7 +31,8 @@ FusionRule backward_linear_bias_rule() {
       [](const Match&, const PlanOptions& options) -> std::string {
         if (options.quantizes_gradients()) return "the gradient is quantized";
         const bool has =
-            options.of_every_device || kernels::has_weight_bias_grad(options.dtype, options.device);
+            options.of_every_device || kernels::has_epilogue(kernels::Epilogue::BiasGrad, nullptr,
+                                                             options.dtype, options.device);
         return has ? "" : "the device has no kernel for both";
       },
       [](const Match& match) -> OpPtr { return std::make_shared<BackwardLinearBias>(match.ops); }};

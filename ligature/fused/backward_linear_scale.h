@@ -10,11 +10,12 @@ namespace ligature {
 
 class BackwardLinearScale : public FusedOperation {
  public:
+  LIGATURE_BUILTIN(BackwardLinearScale)
   explicit BackwardLinearScale(const OpList& ops);
 
   FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
                                      GradList grad_extra_outputs) override;
-  bool takes_saved() const override { return true; }
+  bool releases_saved() const override { return true; }
 
  private:
   BasicLinearImpl& linear_;

@@ -1,5 +1,4 @@
-#include "ligature/fused/builtin_fusions.h"
-
+// The one table of built-in fusions.
 #include "ligature/fused/backward_activation_bias.h"
 #include "ligature/fused/backward_add_norm.h"
 #include "ligature/fused/backward_linear_activation.h"
@@ -11,6 +10,7 @@
 #include "ligature/fused/forward_linear_bias_activation.h"
 #include "ligature/fused/forward_linear_bias_add.h"
 #include "ligature/fused/forward_linear_scale_add.h"
+#include "ligature/fuser/registry.h"
 
 namespace ligature {
 namespace {
@@ -43,9 +43,7 @@ bool quantizes_gelu_or_relu(const Match& match, const PlanOptions& options) {
          (kind == kernels::ActivationKind::GELU || kind == kernels::ActivationKind::ReLU);
 }
 
-}  // namespace
-
-std::vector<FusionRule> builtin_fusions(Pass pass) {
+std::vector<FusionRule> table(Pass pass) {
   switch (pass) {
     case Pass::Joint:
       return {dense_mlp_with_residual_rule(), dense_mlp_rule()};
@@ -57,7 +55,6 @@ std::vector<FusionRule> builtin_fusions(Pass pass) {
     case Pass::Backward:
       return {in_te_ops(backward_linear_add_rule(), forks_in_place),
               in_te_ops(backward_linear_scale_rule(), always),
-              backward_linear_activation_bias_rule(),
               in_te_ops(backward_activation_bias_rule(), quantizes_gelu_or_relu),
               backward_linear_activation_rule(),
               backward_add_layer_norm_rule(),
@@ -67,4 +64,7 @@ std::vector<FusionRule> builtin_fusions(Pass pass) {
   return {};
 }
 
+[[maybe_unused]] const bool registered = set_builtin_fusions(table);
+
+}  // namespace
 }  // namespace ligature

@@ -5,10 +5,8 @@
 #include <utility>
 
 #include "ligature/fused/pieces.h"
-#include "ligature/kernels/activated_linear.h"
-#include "ligature/kernels/gated_linear.h"
 #include "ligature/ops/make_extra_output.h"
-#include "ligature/ops/prepare.h"
+#include "ligature/prepare.h"
 
 namespace ligature {
 namespace {
@@ -115,17 +113,10 @@ FuserForwardResult DenseMLP::fuser_forward_compute(const Value& input, ArgsList 
   Value a;
   {
     const LinearFwdArgs fwd = linear_args(fc1_, bias1_, norm.y, args);
-    if (runs_gated_forward(fwd, spec, to_fc2)) {
-      LinearActivation both = gated_forward(fwd, spec, to_fc2, keep_z);
+    if (activation_in_gemm_pays(fwd, spec, to_fc2, keep_z)) {
+      LinearActivation both = activation_in_gemm(fwd, spec, to_fc2, keep_z);
       z = std::move(both.z);
       a = std::move(both.a);
-    } else if (const bool relu = spec.kind == kernels::ActivationKind::ReLU;
-               runs_activated_forward(fwd, spec, to_fc2, keep_z && !relu)) {
-      auto both = kernels::linear_activated_forward(fwd.x.tensor(), fwd.w.tensor(), fwd.bias, spec,
-                                                    keep_z && !relu);
-      // relu(z) and its derivative are those at relu(z): no mask is wanted.
-      z = relu ? both.y : std::move(both.aux);
-      a = std::move(both.y);
     } else {
       z = BasicLinearImpl::forward(fwd);
     }
@@ -295,15 +286,16 @@ Value DenseMLP::linear2_and_activation_backward(CtxList ctxs, const Value& dy,
     out.grad_params[fc2_.at] = {std::move(grads.dw)};
   };
   LinearBwdArgs of_weight;
-  if (one_pass && !need_dbias && runs_gated_backward(args, ctx.saved_value(kZ), spec)) {
-    const TakenValue z = ctx.take_saved(kZ);
-    kernels::GatedBackward both = kernels::linear_gated_backward(
-        args.dy.tensor(), args.w.tensor(), z.value.tensor(), spec, true, z.may_overwrite);
-    args.x = std::move(both.a);
+  if (one_pass && !need_dbias && activation_grad_in_gemm_pays(args, ctx.saved_value(kZ), spec)) {
+    const ReleasedValue z = ctx.release_saved(kZ);
+    kernels::GemmResult both = kernels::gemm_with_epilogue(
+        kernels::activated_input_grad(args.dy.tensor(), args.w.tensor(), z.value.tensor(), spec,
+                                      /*need_activated=*/true, z.may_overwrite));
+    args.x = std::move(both.activated);
     args.input_requires_grad = false;
     LinearGrads grads = fc2_->backward(std::move(args), ctx);
     put_weight_grads(grads);
-    return std::move(both.dz);
+    return std::move(both.y);
   }
   if (one_pass) {
     of_weight = args;
@@ -314,7 +306,7 @@ Value DenseMLP::linear2_and_activation_backward(CtxList ctxs, const Value& dy,
   if (!one_pass) put_weight_grads(grads);
   if (!needs_activation.op) return {};
 
-  const TakenValue z = ctx.take_saved(kZ);
+  const ReleasedValue z = ctx.release_saved(kZ);
   const Tensor da = prepare(grads.dx, z.value.dtype());
   if (!one_pass) {
     ActivationGrads dz = activation_backward_to(da, z.value.tensor(), spec, {}, false, need_dbias,

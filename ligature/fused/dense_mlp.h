@@ -14,6 +14,7 @@ namespace ligature {
 
 class DenseMLP : public FusedOperation {
  public:
+  LIGATURE_BUILTIN(DenseMLP)
   explicit DenseMLP(const OpList& ops);
 
   FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override;
@@ -21,7 +22,7 @@ class DenseMLP : public FusedOperation {
                               ArgsList args) override;
   FuserBackwardResult fuser_backward(CtxList ctxs, const Value& grad_output,
                                      GradList grad_extra_outputs) override;
-  bool takes_saved() const override { return true; }
+  bool releases_saved() const override { return true; }
 
  private:
   /// One of the operations and its place among them.

@@ -3,7 +3,7 @@
 #include "ligature/fused/pieces.h"
 #include "ligature/kernels/bias.h"
 #include "ligature/kernels/bias_activation.h"
-#include "ligature/ops/prepare.h"
+#include "ligature/prepare.h"
 
 namespace ligature {
 

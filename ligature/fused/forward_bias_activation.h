@@ -9,6 +9,7 @@ namespace ligature {
 
 class ForwardBiasActivation : public FusedOperation {
  public:
+  LIGATURE_BUILTIN(ForwardBiasActivation)
   explicit ForwardBiasActivation(const OpList& ops);
 
   FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override;

@@ -1,7 +1,6 @@
 #include "ligature/fused/forward_linear_bias_activation.h"
 
 #include "ligature/fused/pieces.h"
-#include "ligature/kernels/activated_linear.h"
 
 namespace ligature {
 
@@ -23,21 +22,11 @@ FuserForwardResult ForwardLinearBiasActivation::fuser_forward_compute(const Valu
   const kernels::ActivationSpec spec = activation_->spec();
   const Target target = args.back().output_target();
   const bool keep_z = args.back().requires_grad.op;
-  Tensor z, mask;
-  if (runs_gated_forward(fwd, spec, target)) {
-    LinearActivation both = gated_forward(fwd, spec, target, keep_z);
+  Tensor z;
+  if (activation_in_gemm_pays(fwd, spec, target, keep_z)) {
+    LinearActivation both = activation_in_gemm(fwd, spec, target, keep_z);
     z = std::move(both.z);
     result.output = std::move(both.a);
-  } else if (runs_activated_forward(fwd, spec, target, keep_z)) {
-    auto both =
-        kernels::linear_activated_forward(fwd.x.tensor(), fwd.w.tensor(), fwd.bias, spec, keep_z);
-    if (spec.kind == kernels::ActivationKind::GELU) {
-      z = std::move(both.aux);
-    } else {  // relu(z) and its derivative are those at relu(z)
-      z = both.y;
-      mask = std::move(both.aux);
-    }
-    result.output = std::move(both.y);
   } else {
     z = BasicLinearImpl::forward(fwd);
     result.output = target || keep_z || kernels::is_gated(spec.kind)
@@ -47,7 +36,6 @@ FuserForwardResult ForwardLinearBiasActivation::fuser_forward_compute(const Valu
   if (keep_z) {
     result.kept.back() = activation_->kept(z, args.back());
     if (result.kept.back().tensors.empty()) result.kept.back().tensors.emplace_back(std::move(z));
-    if (mask.defined()) result.kept.back().tensors.emplace_back(std::move(mask));
   }
   return result;
 }
@@ -58,9 +46,7 @@ void ForwardLinearBiasActivation::fuser_forward_save_ctx(CtxList ctxs, const Val
   save_basic_op(linear_, *ctxs[0], input, std::move(result.kept[0]), args[0]);
   if (bias_ != nullptr) save_basic_op(*bias_, *ctxs[1], {}, {}, args[1]);
   if (activation_ == nullptr) return;
-  const std::vector<Value>& kept = result.kept.back().tensors;
-  save_basic_op(*activation_, *ctxs.back(), kept[0], {}, args.back());
-  if (kept.size() > 1) ctxs.back()->save_for_backward({kept[0], kept[1]});
+  save_basic_op(*activation_, *ctxs.back(), result.kept.back().tensors[0], {}, args.back());
 }
 
 namespace {

@@ -10,6 +10,7 @@ namespace ligature {
 
 class ForwardLinearBiasActivation : public FusedOperation {
  public:
+  LIGATURE_BUILTIN(ForwardLinearBiasActivation)
   explicit ForwardLinearBiasActivation(const OpList& ops);
 
   FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override;

@@ -10,6 +10,7 @@ namespace ligature {
 
 class ForwardLinearBiasAdd : public FusedOperation {
  public:
+  LIGATURE_BUILTIN(ForwardLinearBiasAdd)
   explicit ForwardLinearBiasAdd(const OpList& ops);
 
   FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override;

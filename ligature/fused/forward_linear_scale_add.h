@@ -10,6 +10,7 @@ namespace ligature {
 
 class ForwardLinearScaleAdd : public FusedOperation {
  public:
+  LIGATURE_BUILTIN(ForwardLinearScaleAdd)
   explicit ForwardLinearScaleAdd(const OpList& ops);
 
   FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override;

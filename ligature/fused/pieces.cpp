@@ -1,9 +1,7 @@
 #include "ligature/fused/pieces.h"
 
-#include "ligature/kernels/activated_linear.h"
-#include "ligature/kernels/gated_linear.h"
-#include "ligature/kernels/log.h"
-#include "ligature/ops/prepare.h"
+#include "ligature/kernels/devices.h"
+#include "ligature/prepare.h"
 #include "ligature/readable.h"
 
 namespace ligature {
@@ -52,46 +50,35 @@ bool is_plain_product(const LinearBwdArgs& args) {
 
 }  // namespace
 
-bool runs_gated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
-                        const Target& target) {
-  if (fwd.bias.defined()) return false;
+bool activation_in_gemm_pays(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
+                             const Target& target, bool need_z) {
   if (target) {
-    return runs_quantized_gated(fwd.x, fwd.w, fwd.product(), spec, target.quantizer->format_tag());
+    return kernels::quantized_gated_pays(fwd.x, fwd.w, fwd.product(), spec,
+                                         target.quantizer->format_tag());
   }
-  return is_plain_product(fwd) &&
-         kernels::runs_gated_linear(fwd.x.tensor(), fwd.w.tensor(), spec, false);
+  return is_plain_product(fwd) && kernels::pays(kernels::activated_forward(
+                                      fwd.x.tensor(), fwd.w.tensor(), fwd.bias, spec, need_z));
 }
 
-LinearActivation gated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
-                               const Target& target, bool need_z) {
+LinearActivation activation_in_gemm(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
+                                    const Target& target, bool need_z) {
   if (!target) {
-    auto both = kernels::linear_gated_forward(fwd.x.tensor(), fwd.w.tensor(), spec);
-    return {std::move(both.z), std::move(both.a)};
+    auto both = kernels::gemm_with_epilogue(
+        kernels::activated_forward(fwd.x.tensor(), fwd.w.tensor(), fwd.bias, spec, need_z));
+    return {std::move(both.z), std::move(both.y)};
   }
-  auto both = quantized_linear_gated_forward(fwd.x, fwd.w, fwd.product(), spec,
-                                             target.args(fwd.x.device()), need_z);
+  auto both = kernels::quantized_linear_gated_forward(fwd.x, fwd.w, fwd.product(), spec,
+                                                      target.args(fwd.x.device()), need_z);
   at::DimVector sizes(fwd.x.sizes());
   sizes.back() = fwd.w.sizes()[0] / 2;
   return {std::move(both.z), target.quantizer->assemble(std::move(both.a), sizes, fwd.dtype)};
 }
 
-bool runs_activated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
-                            const Target& target, bool need_aux) {
-  return !target && is_plain_product(fwd) &&
-         kernels::runs_activated_forward(fwd.x.tensor(), fwd.w.tensor(), fwd.bias, spec, need_aux);
-}
-
-bool runs_gated_backward(const LinearBwdArgs& args, const Value& z,
-                         const kernels::ActivationSpec& spec) {
+bool activation_grad_in_gemm_pays(const LinearBwdArgs& args, const Value& z,
+                                  const kernels::ActivationSpec& spec) {
   return is_plain_product(args) && !z.is_quantized() && z.dtype() == args.compute_dtype &&
-         kernels::runs_gated_linear(args.dy.tensor(), args.w.tensor(), spec, true);
-}
-
-bool runs_activated_backward(const LinearBwdArgs& args, const Value& aux,
-                             const kernels::ActivationSpec& spec, bool need_dbias) {
-  return is_plain_product(args) && aux.defined() && !aux.is_quantized() &&
-         kernels::runs_activated_backward(args.dy.tensor(), args.w.tensor(), aux.tensor(), spec,
-                                          need_dbias);
+         kernels::pays(kernels::activated_input_grad(args.dy.tensor(), args.w.tensor(), z.tensor(),
+                                                     spec, false, false));
 }
 
 bool leaves_bias_grad(const OperationContext& linear, const OperationContext& bias,
@@ -99,8 +86,8 @@ bool leaves_bias_grad(const OperationContext& linear, const OperationContext& bi
   return linear.requires_grad.param(0) && bias.requires_grad.param(0) &&
          linear.quantization == nullptr && !grad_output.is_quantized() &&
          linear.state.get_or("dtype", grad_output.dtype()) == grad_output.dtype() &&
-         kernels::has_weight_bias_grad(grad_output.dtype(),
-                                       kernels::device_behind(grad_output.tensor()));
+         kernels::has_epilogue(kernels::Epilogue::BiasGrad, nullptr, grad_output.dtype(),
+                               grad_output.device());
 }
 
 Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const Tensor& extra) {

@@ -2,6 +2,7 @@
 // operations it covers, and a GEMM that adds what it is given.
 #pragma once
 
+#include "ligature/kernels/gemm.h"
 #include "ligature/ops/activation.h"
 #include "ligature/ops/add_extra_input.h"
 #include "ligature/ops/basic_linear.h"
@@ -22,33 +23,23 @@ LinearFwdArgs linear_bias_args(const BasicLinearImpl& linear, const BiasImpl* bi
                                const Value& input, const OpArgs& linear_args,
                                const OpArgs* bias_args);
 
-/// Is there one kernel for the linear of `fwd` and the activation after it, in the format of
-/// `target`?
-bool runs_gated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
-                        const Target& target);
+/// Is one kernel for the linear of `fwd` and the activation after it, in the format of `target`,
+/// faster than the two one after the other?
+bool activation_in_gemm_pays(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
+                             const Target& target, bool need_z);
 
 struct LinearActivation {
   Tensor z;  ///< of the linear; may be undefined where it was not asked for
   Value a;
 };
 /// Runs it.
-LinearActivation gated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
-                               const Target& target, bool need_z);
+LinearActivation activation_in_gemm(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
+                                    const Target& target, bool need_z);
 
-/// Is there one kernel for the input's gradient of a linear and the gradient of the activation
-/// before it, whose input was `z`?
-bool runs_gated_backward(const LinearBwdArgs& args, const Value& z,
-                         const kernels::ActivationSpec& spec);
-
-/// Is there one product for the linear of `fwd`, its bias and the activation after it? `need_aux`:
-/// backward will come.
-bool runs_activated_forward(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
-                            const Target& target, bool need_aux);
-
-/// Is there one product for the input's gradient of a linear and the gradient of the activation
-/// before it, and of the bias before that where `need_dbias`? `aux`: what that wants of forward.
-bool runs_activated_backward(const LinearBwdArgs& args, const Value& aux,
-                             const kernels::ActivationSpec& spec, bool need_dbias);
+/// The same for the input's gradient of a linear and the gradient of the activation before it,
+/// whose input was `z`.
+bool activation_grad_in_gemm_pays(const LinearBwdArgs& args, const Value& z,
+                                  const kernels::ActivationSpec& spec);
 
 /// Is the gradient of the bias after a linear left to the linear's backward? Where the device may
 /// have it with the weight's, and it is the same as the bias' own.

@@ -49,40 +49,8 @@ BackwardNeed BackwardNeed::of(const Plan& plan, const Contexts& contexts,
 
 namespace {
 
-using GradsOfExtraOutputs = c10::SmallVectorImpl<std::vector<Tensor>>;
-
 Tensor zeros(const ValueMeta& meta) {
   return at::zeros(meta.sizes, at::TensorOptions(meta.dtype).device(meta.device));
-}
-
-/// An operation of a host language is given zeros where there is no gradient.
-void fill_in_zeros(const PlanStep& step, const ForwardShapes& shapes, GradsOfExtraOutputs& grads) {
-  for (size_t op = step.first; op < step.first + step.count; ++op) {
-    for (size_t j = 0; j < grads[op].size(); ++j) {
-      const auto& meta = shapes.extra_outputs[op][j];
-      if (!grads[op][j].defined() && meta) grads[op][j] = zeros(*meta);
-    }
-  }
-}
-
-/// A step behind one whose backward gave no gradient has nothing to do, unless one of its extra
-/// outputs has a gradient: then the other is zeros.
-bool has_gradient(const PlanStep& step, const ForwardShapes& shapes,
-                  const GradsOfExtraOutputs& grads, Value& dy) {
-  if (dy.defined()) return true;
-  const size_t end = step.first + step.count;
-  const auto defined = [](const Tensor& grad) { return grad.defined(); };
-  bool some = false;
-  for (size_t op = step.first; op < end; ++op) {
-    some = some || std::any_of(grads[op].begin(), grads[op].end(), defined);
-  }
-  if (!some) return false;
-  const bool known = end - 1 < shapes.outputs.size() && shapes.outputs[end - 1].has_value();
-  LIGATURE_CHECK_STATE(known, "[", step.op->label(), "] the operation behind it returned None as ",
-                       "the gradient of its input, so it has a gradient of an extra output only; "
-                       "return zeros instead of None");
-  dy = zeros(*shapes.outputs[end - 1]);
-  return true;
 }
 
 Value read_gradient(const Value& dy, const BasicOperation& op) {
@@ -119,136 +87,165 @@ void read_extra_gradients(std::vector<Tensor>& grads, const BasicOperation& op) 
   }
 }
 
-std::vector<Tensor> run_backward(const BackwardCall& call, const BackwardNeed& need, Value dy,
-                                 std::vector<Tensor> caller_grads) {
-  const Plan& plan = call.plan;
-  Contexts& contexts = call.contexts;
-  const std::vector<size_t>& param_offsets = call.param_offsets;
-  const size_t n = contexts.size();
-  const size_t extra_edges = 1 + param_offsets.back();
-  std::vector<Tensor> result(extra_edges + plan.wiring->caller_inputs.size());
-  c10::SmallVector<std::vector<Tensor>, 6> grad_extra_outputs(n);
-  for (size_t op = 0; plan.has_extras && op < n; ++op) {
-    grad_extra_outputs[op].resize(plan.wiring->outputs[op].size());
-    for (size_t j = 0; j < plan.wiring->outputs[op].size(); ++j) {
-      const size_t caller = plan.wiring->outputs[op][j].caller;
-      if (caller != Wiring::kNone) grad_extra_outputs[op][j] = std::move(caller_grads[caller]);
-    }
-  }
-  GradFlagList flags_of_forward;
-  for (const auto& ctx : contexts) flags_of_forward.push_back(ctx.requires_grad);
-  // The contexts serve every backward of this graph: what this one narrows is put back.
-  struct Restore {
-    Contexts& contexts;
-    const GradFlagList& flags;
-    ~Restore() {
-      for (size_t op = 0; op < contexts.size(); ++op) {
-        contexts[op].requires_grad = flags[op];
-        contexts[op].save_for_backward({});
-      }
-      contexts.owner = nullptr;
-    }
-  } restore{contexts, flags_of_forward};
+BackwardRun::BackwardRun(const BackwardCall& call, const BackwardNeed& need)
+    : call_(call),
+      plan_(call.plan),
+      need_(need),
+      contexts_(call.contexts),
+      first_extra_(1 + call.param_offsets.back()),
+      results_(first_extra_ + plan_.wiring->caller_inputs.size()),
+      grad_extra_outputs_(contexts_.size()),
+      watched_(has_modes()) {
+  for (const auto& ctx : contexts_) flags_of_forward_.push_back(ctx.requires_grad);
+}
 
-  cuda::LaunchScope launches(dy.is_quantized() ? Tensor() : dy.tensor());
-  c10::SmallVector<OperationContext*, 8> ctxs;
-  const bool watched = has_modes();
-  bool from_outside = true;  // the gradient comes from no kernel of ours
-  for (size_t s = plan.backward.size(); s-- > 0;) {
-    const PlanStep& step = plan.backward[s];
-    const size_t end = step.first + step.count;
-    if (end <= need.lowest_op) break;
-    if (!has_gradient(step, call.shapes, grad_extra_outputs, dy)) {
-      call.saved.used(step.first, end);
-      continue;
-    }
-    ctxs.clear();
-    for (size_t op = step.first; op < end; ++op) {
-      contexts[op].requires_grad = need.flags[op];
-      if (!plan.filled_by_user.empty()) check_usable(contexts[op]);
-      call.saved.unpack(op);
-      ctxs.push_back(&contexts[op]);
-      if (step.kind.guest) continue;
-      read_saved(contexts[op], *plan.basic_ops[op]);
-      read_extra_gradients(grad_extra_outputs[op], *plan.basic_ops[op]);
-    }
-    if (step.kind.guest) {
-      fill_in_zeros(step, call.shapes, grad_extra_outputs);
-    } else if (from_outside) {
-      dy = read_gradient(dy, *plan.basic_ops[end - 1]);
-    }
-    from_outside = !step.kind.ours;
-    hold(dy);
-    for (size_t op = step.first; op < end; ++op) {
-      for (const Tensor& grad : grad_extra_outputs[op]) cuda::hold_memory(grad);
-    }
-    contexts.owner = step.op->takes_saved() && !step.kind.guest ? call.owner : nullptr;
-    std::optional<kernels::KernelLog> log;
-    if (call.trace != nullptr) log.emplace(call.trace->device);
-    StepView view(step, watched, log ? &*log : nullptr, plan.options.device.type());
-    FuserBackwardResult step_result = [&] {
-      StepScope scope(step.kind);
-      return step.op->fuser_backward(
-          ctxs, dy,
-          at::ArrayRef<std::vector<Tensor>>(grad_extra_outputs).slice(step.first, step.count));
-    }();
-    view.finish();
-    if (log) {
-      TracedStep traced{
-          true, log->take(), TracedValue::of(dy), TracedValue::of(step_result.grad_input), {}};
-      log.reset();
-      if (step.op->is_guest()) traced.kernels = {{step.op->name(), "python", {}}};
-      std::lock_guard<std::mutex> lock(call.trace->mutex);
-      call.trace->backward[s] = std::move(traced);
-    }
-    LIGATURE_CHECK_STATE(step_result.grad_params.size() == step.count &&
-                             step_result.grad_extra_inputs.size() == step.count,
-                         "[", step.op->label(), "] its backward must return gradients for each of ",
-                         step.count, " basic operations, got ", step_result.grad_params.size(),
-                         " lists for parameters and ", step_result.grad_extra_inputs.size(),
-                         " for extra inputs");
-    for (size_t k = 0; k < step.count; ++k) {
-      const size_t op = step.first + k;
-      const size_t num_params = param_offsets[op + 1] - param_offsets[op];
-      auto& grad_params = step_result.grad_params[k];
-      const bool may_omit = !step.kind.guest;
-      LIGATURE_CHECK_STATE(grad_params.size() == num_params || (may_omit && grad_params.empty()),
-                           "[", plan.basic_ops[op]->label(), "] its backward must return ",
-                           num_params, " parameter gradients, got ", grad_params.size());
-      for (size_t j = 0; j < grad_params.size(); ++j) {
-        if (need.flags[op].param(j)) result[1 + param_offsets[op] + j] = std::move(grad_params[j]);
-      }
-      const auto& inputs = plan.wiring->inputs[op];
-      auto& grad_extra = step_result.grad_extra_inputs[k];
-      // The gradient of a channel inside the step is the step's own business.
-      const auto inside = [&](const Wiring::Input& input) {
-        return input.producer != Wiring::kNone && input.producer >= step.first;
-      };
-      LIGATURE_CHECK_STATE(grad_extra.size() == inputs.size() ||
-                               (grad_extra.empty() &&
-                                (may_omit || std::all_of(inputs.begin(), inputs.end(), inside))),
-                           "[", plan.basic_ops[op]->label(), "] its backward must return ",
-                           inputs.size(), " extra input gradients, got ", grad_extra.size());
-      for (size_t j = 0; j < grad_extra.size(); ++j) {
-        if (!need.flags[op].extra_input(j) || !grad_extra[j].defined()) continue;
-        if (inputs[j].caller != Wiring::kNone) {
-          result[extra_edges + inputs[j].caller] = std::move(grad_extra[j]);
-        } else if (!inside(inputs[j])) {
-          Tensor& sum = grad_extra_outputs[inputs[j].producer][inputs[j].output];
-          sum = sum.defined() ? at::add(sum, grad_extra[j]) : std::move(grad_extra[j]);
-        }
-      }
-      grad_extra_outputs[op].clear();
-      contexts[op].save_for_backward({});
-    }
-    dy = std::move(step_result.grad_input);
-    call.saved.used(step.first, end);
+BackwardRun::~BackwardRun() {
+  for (size_t op = 0; op < contexts_.size(); ++op) {
+    contexts_[op].requires_grad = flags_of_forward_[op];
+    contexts_[op].save_for_backward({});
   }
-  launches.finish();
-  if (need.lowest_op == 0 && n > 0 && need.flags[0].input) {
-    result[0] = dy.is_quantized() ? wrap_quantized(dy.quantized()) : dy.tensor();
+  contexts_.holder = nullptr;
+}
+
+std::vector<Tensor> BackwardRun::run(Value dy, std::vector<Tensor> caller_grads) {
+  for (size_t op = 0; plan_.has_extras && op < contexts_.size(); ++op) {
+    const auto& outputs = plan_.wiring->outputs[op];
+    grad_extra_outputs_[op].resize(outputs.size());
+    for (size_t j = 0; j < outputs.size(); ++j) {
+      if (outputs[j].caller == Wiring::kNone) continue;
+      grad_extra_outputs_[op][j] = std::move(caller_grads[outputs[j].caller]);
+    }
   }
-  return result;
+  kernels::Run run(dy.is_quantized() ? Tensor() : dy.tensor(), call_.bytes);
+  for (size_t s = plan_.backward.size(); s-- > 0;) {
+    const PlanStep& step = plan_.backward[s];
+    if (step.first + step.count <= need_.lowest_op) break;
+    if (has_gradient(step, dy)) dy = run_step(s, std::move(dy));
+    call_.saved.used(step.first, step.first + step.count);
+  }
+  run.finish();
+  if (need_.lowest_op == 0 && contexts_.size() > 0 && need_.flags[0].input) {
+    results_[0] = dy.is_quantized() ? wrap_quantized(dy.quantized()) : dy.tensor();
+  }
+  return std::move(results_);
+}
+
+/// A step behind one whose backward gave no gradient has nothing to do, unless one of its extra
+/// outputs has a gradient: then the other is zeros.
+bool BackwardRun::has_gradient(const PlanStep& step, Value& dy) const {
+  if (dy.defined()) return true;
+  const size_t end = step.first + step.count;
+  const auto defined = [](const Tensor& grad) { return grad.defined(); };
+  bool some = false;
+  for (size_t op = step.first; op < end; ++op) {
+    const auto& grads = grad_extra_outputs_[op];
+    some = some || std::any_of(grads.begin(), grads.end(), defined);
+  }
+  if (!some) return false;
+  const auto& outputs = call_.shapes.outputs;
+  const bool known = end - 1 < outputs.size() && outputs[end - 1].has_value();
+  LIGATURE_CHECK_STATE(known, "[", step.op->label(), "] the operation behind it returned None as ",
+                       "the gradient of its input, so it has a gradient of an extra output only; "
+                       "return zeros instead of None");
+  dy = zeros(*outputs[end - 1]);
+  return true;
+}
+
+/// A Python operation is given zeros where there is no gradient.
+void BackwardRun::fill_in_zeros(const PlanStep& step) {
+  for (size_t op = step.first; op < step.first + step.count; ++op) {
+    for (size_t j = 0; j < grad_extra_outputs_[op].size(); ++j) {
+      const auto& meta = call_.shapes.extra_outputs[op][j];
+      Tensor& grad = grad_extra_outputs_[op][j];
+      if (!grad.defined() && meta) grad = zeros(*meta);
+    }
+  }
+}
+
+void BackwardRun::prepare(const PlanStep& step) {
+  ctxs_.clear();
+  for (size_t op = step.first; op < step.first + step.count; ++op) {
+    contexts_[op].requires_grad = need_.flags[op];
+    if (!plan_.filled_by_user.empty()) check_usable(contexts_[op]);
+    call_.saved.unpack(op);
+    ctxs_.push_back(&contexts_[op]);
+    if (step.kind.guest) continue;
+    read_saved(contexts_[op], *plan_.basic_ops[op]);
+    read_extra_gradients(grad_extra_outputs_[op], *plan_.basic_ops[op]);
+  }
+  if (step.kind.guest) fill_in_zeros(step);
+}
+
+Value BackwardRun::run_step(size_t index, Value dy) {
+  const PlanStep& step = plan_.backward[index];
+  prepare(step);
+  if (!step.kind.guest && from_outside_) {
+    dy = read_gradient(dy, *plan_.basic_ops[step.first + step.count - 1]);
+  }
+  from_outside_ = !step.kind.ours;
+  hold(dy);
+  const auto extras =
+      at::ArrayRef<std::vector<Tensor>>(grad_extra_outputs_).slice(step.first, step.count);
+  for (const auto& grads : extras) {
+    for (const Tensor& grad : grads) kernels::Run::hold(grad);
+  }
+  contexts_.holder = step.op->releases_saved() && !step.kind.guest ? &call_.saved : nullptr;
+  const kernels::KernelLog* log =
+      call_.observer != nullptr ? call_.observer->before_backward(index, dy, extras) : nullptr;
+  ObservedStep observed(call_.observer);
+  StepView view(step, watched_, log, plan_.options.device.type());
+  FuserBackwardResult result = [&] {
+    StepScope scope(step.kind);
+    return step.op->fuser_backward(ctxs_, dy, extras);
+  }();
+  view.finish();
+  observed.ran();
+  if (call_.observer != nullptr) call_.observer->after_backward(step, index, result);
+  take_gradients(step, result);
+  return std::move(result.grad_input);
+}
+
+void BackwardRun::take_gradients(const PlanStep& step, FuserBackwardResult& result) {
+  LIGATURE_CHECK_STATE(
+      result.grad_params.size() == step.count && result.grad_extra_inputs.size() == step.count, "[",
+      step.op->label(), "] its backward must return gradients for each of ", step.count,
+      " basic operations, got ", result.grad_params.size(), " lists for parameters and ",
+      result.grad_extra_inputs.size(), " for extra inputs");
+  const bool may_omit = !step.kind.guest;
+  for (size_t k = 0; k < step.count; ++k) {
+    const size_t op = step.first + k;
+    const size_t first_param = call_.param_offsets[op];
+    const size_t num_params = call_.param_offsets[op + 1] - first_param;
+    auto& grad_params = result.grad_params[k];
+    LIGATURE_CHECK_STATE(grad_params.size() == num_params || (may_omit && grad_params.empty()), "[",
+                         plan_.basic_ops[op]->label(), "] its backward must return ", num_params,
+                         " parameter gradients, got ", grad_params.size());
+    for (size_t j = 0; j < grad_params.size(); ++j) {
+      if (need_.flags[op].param(j)) results_[1 + first_param + j] = std::move(grad_params[j]);
+    }
+    const auto& inputs = plan_.wiring->inputs[op];
+    auto& grad_extra = result.grad_extra_inputs[k];
+    // The gradient of a channel inside the step is the step's own business.
+    const auto inside = [&](const Wiring::Input& input) {
+      return input.producer != Wiring::kNone && input.producer >= step.first;
+    };
+    LIGATURE_CHECK_STATE(
+        grad_extra.size() == inputs.size() ||
+            (grad_extra.empty() && (may_omit || std::all_of(inputs.begin(), inputs.end(), inside))),
+        "[", plan_.basic_ops[op]->label(), "] its backward must return ", inputs.size(),
+        " extra input gradients, got ", grad_extra.size());
+    for (size_t j = 0; j < grad_extra.size(); ++j) {
+      if (!need_.flags[op].extra_input(j) || !grad_extra[j].defined()) continue;
+      if (inputs[j].caller != Wiring::kNone) {
+        results_[first_extra_ + inputs[j].caller] = std::move(grad_extra[j]);
+      } else if (!inside(inputs[j])) {
+        Tensor& sum = grad_extra_outputs_[inputs[j].producer][inputs[j].output];
+        sum = sum.defined() ? at::add(sum, grad_extra[j]) : std::move(grad_extra[j]);
+      }
+    }
+    grad_extra_outputs_[op].clear();
+    contexts_[op].save_for_backward({});
+  }
 }
 
 }  // namespace ligature

@@ -1,5 +1,6 @@
 // One backward run of a plan, whoever asked for it: autograd's node or a compiled graph. It walks
-// the steps; where saved values come from, and when they may go, is the caller's business.
+// the steps; where saved values come from, and when they may go, is the caller's business
+// (SavedValues).
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -7,8 +8,8 @@
 #include <optional>
 #include <vector>
 
+#include "ligature/fuser/observer.h"
 #include "ligature/fuser/plan.h"
-#include "ligature/fuser/trace.h"
 
 namespace ligature {
 
@@ -42,31 +43,47 @@ void check_usable(const OperationContext& ctx);
 void read_saved(OperationContext& ctx, const BasicOperation& op);
 void read_extra_gradients(std::vector<Tensor>& grads, const BasicOperation& op);
 
-/// Who holds what forward saved.
-class SavedValues {
- public:
-  /// Puts what an operation saved into its context.
-  virtual void unpack(size_t op) = 0;
-  /// The operations from `first` to `end` (not included) have run.
-  virtual void used(size_t first, size_t end) = 0;
-
- protected:
-  ~SavedValues() = default;
-};
-
 struct BackwardCall {
   const Plan& plan;
   Contexts& contexts;  ///< their flags are narrowed while it runs
   const std::vector<size_t>& param_offsets;
   const ForwardShapes& shapes;
   SavedValues& saved;
-  SavedOwner* owner;  ///< from whom steps may take saved tensors; null: from nobody
-  TracePtr trace;
+  RunObserver* observer = nullptr;  ///< sees each step; null: nobody does
+  SmallBytes* bytes = nullptr;      ///< as ForwardRun::run has it
 };
 
-/// `dy`: of the output. `caller_grads`: of the extra outputs returned, undefined ones are zero.
-/// Gives the gradients of the input, the parameters and the caller's extra inputs.
-std::vector<Tensor> run_backward(const BackwardCall& call, const BackwardNeed& need, Value dy,
-                                 std::vector<Tensor> caller_grads);
+class BackwardRun {
+ public:
+  BackwardRun(const BackwardCall& call, const BackwardNeed& need);
+  /// The contexts serve every backward of this graph: what this one narrowed is put back.
+  ~BackwardRun();
+  BackwardRun(const BackwardRun&) = delete;
+  BackwardRun& operator=(const BackwardRun&) = delete;
+
+  /// `dy`: of the output. `caller_grads`: of the extra outputs returned, undefined ones are zero.
+  /// Gives the gradients of the input, the parameters and the caller's extra inputs.
+  std::vector<Tensor> run(Value dy, std::vector<Tensor> caller_grads);
+
+ private:
+  Value run_step(size_t index, Value dy);
+  /// Contexts and gradients of extra outputs, as the step's operations read them.
+  void prepare(const PlanStep& step);
+  void take_gradients(const PlanStep& step, FuserBackwardResult& result);
+  bool has_gradient(const PlanStep& step, Value& dy) const;
+  void fill_in_zeros(const PlanStep& step);
+
+  const BackwardCall call_;
+  const Plan& plan_;
+  const BackwardNeed& need_;
+  Contexts& contexts_;
+  const size_t first_extra_;  // of the caller's extra inputs among the results
+  GradFlagList flags_of_forward_;
+  std::vector<Tensor> results_;
+  c10::SmallVector<std::vector<Tensor>, 6> grad_extra_outputs_;
+  c10::SmallVector<OperationContext*, 8> ctxs_;  // of the step
+  const bool watched_;                           // by modes of torch
+  bool from_outside_ = true;                     // the gradient comes from no kernel of ours
+};
 
 }  // namespace ligature

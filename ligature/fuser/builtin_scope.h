@@ -9,9 +9,8 @@
 
 #include <optional>
 
-#include "ligature/backend/cuda/launch_scope.h"
-#include "ligature/backend/small_buffers.h"
 #include "ligature/fuser/plan.h"
+#include "ligature/kernels/run.h"
 
 namespace ligature {
 
@@ -26,30 +25,26 @@ inline std::optional<at::ScalarType> autocast_dtype(const at::Device& device) {
 
 /// A step's held launches may be all that still use a value by the time they go out.
 inline void hold(const Value& value) {
-  if (!cuda::holds_launches()) return;
+  if (!kernels::Run::holds()) return;
   if (!value.is_quantized()) {
-    cuda::hold_memory(value.tensor());
+    kernels::Run::hold(value.tensor());
     return;
   }
-  for (const at::Tensor& tensor : value.quantized()->tensors()) cuda::hold_memory(tensor);
+  for (const at::Tensor& tensor : value.quantized()->tensors()) kernels::Run::hold(tensor);
 }
 
 class StepScope {
  public:
   explicit StepScope(const FusibleOperation& op) : StepScope(StepKind(op)) {}
   explicit StepScope(const StepKind& kind) {
-    if (!kind.ours) {
-      launched_.emplace();
-      own_.emplace();
-    }
+    if (!kind.ours) outside_.emplace();
     if (kind.guest) return;
     below_.emplace(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                    c10::autocast_dispatch_keyset);
   }
 
  private:
-  std::optional<cuda::LaunchPause> launched_;
-  std::optional<OwnBuffers> own_;
+  std::optional<kernels::Run::Outside> outside_;
   std::optional<c10::impl::ExcludeDispatchKeyGuard> below_;
 };
 

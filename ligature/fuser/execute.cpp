@@ -10,11 +10,10 @@
 
 #include <algorithm>
 
-#include "ligature/backend/small_buffers.h"
 #include "ligature/fuser/forward_run.h"
 #include "ligature/fuser/node.h"
 #include "ligature/fuser/node_ptr.h"
-#include "ligature/fuser/tracer.h"
+#include "ligature/readable.h"
 
 namespace ligature {
 
@@ -172,8 +171,7 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
   at::NoGradGuard no_grad;
   ForwardRun run(*plan, call, grads, *contexts);
   {
-    const SmallBufferRun buffers(plan->forward_bytes);
-    const Value y = run.run();
+    const Value y = run.run(&plan->forward_bytes);
     // A quantized argument that comes back is itself, not another tensor of the same data.
     const bool wrap = y.is_quantized() && !y.identity().defined();
     outputs[0] = wrap ? wrap_quantized(y.quantized()) : y.identity();
@@ -197,7 +195,7 @@ std::vector<Tensor> execute(const std::shared_ptr<const Plan>& plan, Call&& call
 
   auto node = make_node<FuserNode>(plan, std::move(contexts), std::move(call.param_offsets),
                                    std::move(call.autocast), std::move(call.keep_alive),
-                                   std::move(call.trace));
+                                   std::move(call.observer));
   node->set_next_edges(std::move(edges));
 
   const std::vector<Tensor> several = outputs.size() > 1 ? outputs : std::vector<Tensor>();

@@ -4,9 +4,9 @@
 #include <memory>
 #include <vector>
 
+#include "ligature/fuser/observer.h"
 #include "ligature/fuser/plan.h"
-#include "ligature/fuser/trace.h"
-#include "ligature/quantization/autocast.h"
+#include "ligature/recipes/autocast.h"
 
 namespace ligature {
 
@@ -21,7 +21,7 @@ struct Call {
   std::optional<at::ScalarType> autocast_dtype;
   AutocastState autocast;            ///< the low-precision context; disabled by default
   std::shared_ptr<void> keep_alive;  ///< what must live as long as backward may run
-  TracePtr trace;                    ///< where to note what runs; null: nowhere
+  RunObserverPtr observer;           ///< sees each step; null: nobody does
   bool dry = false;                  ///< tensors without memory: nothing may change its state
   bool keep_weights = true;          ///< as in OpArgs
 

@@ -44,7 +44,7 @@ void share_versions(const FuserForwardResult& result, const Value& x, ArgsList a
 ForwardRun::ForwardRun(const Plan& plan, const Call& call, const GradPlan& grads,
                        Contexts& contexts)
     : plan_(plan), call_(call), contexts_(contexts), watched_(has_modes()) {
-  if (call.trace != nullptr) tracer_.emplace(plan, call);
+  if (call.observer != nullptr) call.observer->begin_forward(plan, call);
   const size_t n = plan.basic_ops.size();
   args_.resize(n);
   if (plan.has_extras) {
@@ -68,7 +68,7 @@ ForwardRun::ForwardRun(const Plan& plan, const Call& call, const GradPlan& grads
   }
 }
 
-Value ForwardRun::run() {
+Value ForwardRun::run(SmallBytes* bytes) {
   check_kwargs();
   Value x = read_input(0, call_.input);
   read_arguments();
@@ -76,13 +76,13 @@ Value ForwardRun::run() {
   if (!call_.dry) {
     for (const auto& op : plan_.basic_ops) op->pre_fuser_forward(args_.back().requires_grad.op);
   }
-  cuda::LaunchScope launches(x.is_quantized() ? Tensor() : x.tensor());
+  kernels::Run run(x.is_quantized() ? Tensor() : x.tensor(), bytes);
   for (size_t k = 0; k < plan_.forward.size(); ++k) {
     if (k > 0 && !plan_.forward[k - 1].kind.ours) x = read_input(k, std::move(x));
     if (plan_.forward[k].first >= checked_) check_from(plan_.forward[k].first, x);
     x = run_step(k, x);
   }
-  launches.finish();
+  run.finish();
   return x;
 }
 
@@ -271,18 +271,21 @@ Value ForwardRun::run_step(size_t index, const Value& x) {
   if (plan_.has_extras) take_extra_inputs(step);
   for (size_t i = step.first; i < step.first + step.count; ++i) ctxs.push_back(&contexts_[i]);
   hold(x);
-  if (tracer_) tracer_->begin();
-  StepView view(step, watched_, tracer_ ? tracer_->log() : nullptr, plan_.options.device.type());
+  const ArgsList args = at::ArrayRef<OpArgs>(args_).slice(step.first, step.count);
+  const kernels::KernelLog* log =
+      call_.observer != nullptr ? call_.observer->before_forward(index, x, args) : nullptr;
+  ObservedStep observed(call_.observer.get());
+  StepView view(step, watched_, log, plan_.options.device.type());
   FuserForwardResult result = [&] {
     StepScope scope(step.kind);
-    return step.op->fuser_forward(ctxs, x,
-                                  at::ArrayRef<OpArgs>(args_).slice(step.first, step.count));
+    return step.op->fuser_forward(ctxs, x, args);
   }();
   view.finish();
-  if (tracer_) tracer_->end(index, x, result, contexts_);
+  observed.ran();
+  if (call_.observer != nullptr) call_.observer->after_forward(index, x, result, contexts_);
   LIGATURE_CHECK_STATE(result.output.defined(), "[", step.op->label(),
                        "] its forward returned no output");
-  share_versions(result, x, at::ArrayRef<OpArgs>(args_).slice(step.first, step.count));
+  share_versions(result, x, args);
   take_extra_outputs(step, result);
   complete_contexts(plan_, step, contexts_, args_);
   for (size_t i = step.first; i < step.first + step.count; ++i) {

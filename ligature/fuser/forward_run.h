@@ -6,7 +6,6 @@
 
 #include "ligature/fuser/backward_run.h"
 #include "ligature/fuser/execute.h"
-#include "ligature/fuser/tracer.h"
 
 namespace ligature {
 
@@ -18,7 +17,9 @@ class ForwardRun {
  public:
   ForwardRun(const Plan& plan, const Call& call, const GradPlan& grads, Contexts& contexts);
 
-  Value run();
+  /// `bytes`: what the plan remembers of its small buffers; null in a compiled graph, whose results
+  /// may not share memory.
+  Value run(SmallBytes* bytes);
 
   /// By operation; nothing at all for a plan without extra inputs and outputs.
   const std::vector<std::vector<Tensor>>& extra_outputs() const { return extra_outputs_; }
@@ -53,7 +54,6 @@ class ForwardRun {
   std::vector<std::vector<Tensor>> extra_outputs_;
   std::vector<std::optional<ValueMeta>> outputs_;  // by operation, where they are known
   c10::SmallVector<uint32_t, 8> versions_;
-  std::optional<ForwardTracer> tracer_;
   size_t checked_ = 0;
   bool watched_ = false;  // by modes of torch
 };

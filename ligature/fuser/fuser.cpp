@@ -6,19 +6,25 @@
 
 #include <algorithm>
 
+#include "ligature/base/modes.h"
 #include "ligature/fuser/builtin_scope.h"
 #include "ligature/fuser/live_fusers.h"
 #include "ligature/fuser/precision.h"
 #include "ligature/fuser/strict.h"
-#include "ligature/modes.h"
 #include "ligature/readable.h"
 
 namespace ligature {
 namespace {
 
 RecordedRun recorded_run = nullptr;
+MakeObserver observer_of_calls = nullptr;
 
 }  // namespace
+
+bool set_observer_of_calls(MakeObserver make) {
+  observer_of_calls = make;
+  return true;
+}
 
 void set_recorded_run(RecordedRun run) { recorded_run = run; }
 
@@ -164,7 +170,7 @@ void OperationFuser::remember(const Call& call, const std::shared_ptr<const Plan
   if (situation.plan != plan) situation.plan = plan;
   situation.grads.first_backward_op = grads.first_backward_op;
   situation.grads.flags.assign(grads.flags.begin(), grads.flags.end());
-  if (last_trace_ != nullptr || call.trace != nullptr) last_trace_ = call.trace;
+  if (last_seen_ != nullptr || call.observer != nullptr) last_seen_ = call.observer;
 }
 
 std::string OperationFuser::prepare_flat(Call& call) {
@@ -197,8 +203,7 @@ std::vector<Tensor> OperationFuser::run(Call&& call) {
   if (StrictScope::active()) StrictScope::check(*plan);
   call.autocast_dtype = autocast_dtype(call.input.device());
   if (plan->has_guests) {
-    call.trace = std::make_shared<Trace>(plan->forward.size(), plan->backward.size());
-    call.trace->device = call.input.device().type();
+    call.observer = observer_of_calls(*plan, call.input.device().type());
   }
   remember(call, plan, grads, why_high_precision);
   return execute(plan, std::move(call), grads);

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "ligature/fuser/execute.h"
-#include "ligature/fuser/explain.h"
 
 namespace ligature {
 
@@ -45,12 +44,10 @@ struct Situation {
                       at::Device device);
 };
 
-/// An explanation of one fuser, and the outputs of the traced call, without memory.
-struct ExplainedCall {
-  ExplainedPart part;
-  std::vector<Tensor> outputs;
-  TracePtr trace;
-};
+// What explain() gives (explain/explain.h).
+struct Explanation;
+struct ExplainedCall;
+struct ExplainedPart;
 
 /// Example:
 /// ```
@@ -156,7 +153,7 @@ class OperationFuser : public std::enable_shared_from_this<OperationFuser> {
   std::atomic<uint64_t> dropped_plans_{0};
   std::shared_ptr<const Plan> last_plan_;
   std::optional<Situation> last_situation_;
-  TracePtr last_trace_;  // of plans with operations of a host language
+  RunObserverPtr last_seen_;  // of plans with operations of a host language
   std::atomic<bool> prepared_{false};
 };
 

@@ -103,18 +103,6 @@ void OperationFuser::drop_stale_plans(std::vector<std::shared_ptr<const Plan>>& 
   last_plan_ = std::move(explained);
 }
 
-// Those with operations of a host language are traced when they run.
-bool OperationFuser::trace_last_call() {
-  if (last_trace_ != nullptr) return true;
-  if (!last_situation_) return false;
-  try {
-    last_trace_ = explain_call(collect(), std::nullopt).trace;
-  } catch (const std::exception&) {
-    return false;  // it stays as it is, until the next call
-  }
-  return true;
-}
-
 OperationFuser::KeptPlan& OperationFuser::find_plan(const PlanKey& key) {
   const auto is_wanted = [&](const KeptPlan& kept) { return kept.key == key; };
   if (!plans_.empty() && is_wanted(plans_.back())) return plans_.back();

@@ -12,9 +12,8 @@
 #include <optional>
 #include <utility>
 
-#include "ligature/backend/cuda/launch_scope.h"
-#include "ligature/backend/small_buffers.h"
 #include "ligature/fuser/node_ptr.h"
+#include "ligature/kernels/run.h"
 #include "ligature/readable.h"
 
 namespace ligature {
@@ -98,7 +97,7 @@ void FuserNode::release_variables() {
   for (Saved& saved : saved_) saved.variable.reset_data();
 }
 
-bool FuserNode::let_go(const OperationContext& ctx, size_t i, bool& internal) {
+bool FuserNode::try_release(const OperationContext& ctx, size_t i, bool& internal) {
   const size_t op = &ctx - contexts_->all.data();
   const at::ArrayRef<Slot> own = slots(op);
   const Slot& slot = own[i];
@@ -108,7 +107,7 @@ bool FuserNode::let_go(const OperationContext& ctx, size_t i, bool& internal) {
     if (saved_[k].last_user < op) return false;
   }
   for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
-    cuda::hold_memory(saved_[k].unpacked);
+    kernels::Run::hold(saved_[k].unpacked);
     saved_[k].unpacked.reset();
     saved_[k].variable.reset_data();
   }
@@ -153,12 +152,8 @@ void FuserNode::unpack(size_t op) {
     for (size_t k = slot.first; k < slot.first + slot.count; ++k) {
       Saved& saved = saved_[k];
       if (saved.unpacked.defined()) continue;
-      std::optional<cuda::LaunchPause> launched;
-      std::optional<OwnBuffers> own;
-      if (saved.variable.has_hooks()) {
-        launched.emplace();
-        own.emplace();
-      }
+      std::optional<kernels::Run::Outside> outside;
+      if (saved.variable.has_hooks()) outside.emplace();
       saved.unpacked = saved.variable.unpack(getptr());
       if (saved.packed != nullptr) check_unpacked(op, i, k - slot.first, saved);
     }
@@ -179,7 +174,7 @@ void FuserNode::unpack(size_t op) {
 void FuserNode::used(size_t first, size_t end) {
   for (Saved& saved : saved_) {
     if (saved.last_user < first || saved.last_user >= end) continue;
-    cuda::hold_memory(saved.unpacked);
+    kernels::Run::hold(saved.unpacked);
     saved.unpacked.reset();
     if (!keep_graph_) saved.variable.reset_data();
   }
@@ -212,9 +207,10 @@ variable_list FuserNode::backward(variable_list& grads) {
       for (Saved& saved : all) saved.unpacked.reset();
     }
   } clear{saved_};
-  const SmallBufferRun buffers(plan.backward_bytes);
-  return run_backward({plan, *contexts_, param_offsets_, shapes_, *this, this, trace_}, need,
-                      std::move(dy), std::move(caller_grads));
+  BackwardRun run(
+      {plan, *contexts_, param_offsets_, shapes_, *this, observer_.get(), &plan.backward_bytes},
+      need);
+  return run.run(std::move(dy), std::move(caller_grads));
 }
 
 namespace {

@@ -10,22 +10,21 @@
 
 #include "ligature/fuser/backward_run.h"
 #include "ligature/fuser/plan.h"
-#include "ligature/fuser/trace.h"
-#include "ligature/quantization/autocast.h"
+#include "ligature/recipes/autocast.h"
 
 namespace ligature {
 
-class FuserNode : public torch::autograd::Node, private SavedValues, private SavedOwner {
+class FuserNode : public torch::autograd::Node, private SavedValues {
  public:
   FuserNode(std::shared_ptr<const Plan> plan, std::shared_ptr<Contexts> contexts,
             std::vector<size_t> param_offsets, AutocastState autocast,
-            std::shared_ptr<void> keep_alive, TracePtr trace)
+            std::shared_ptr<void> keep_alive, RunObserverPtr observer)
       : plan_(std::move(plan)),
         contexts_(std::move(contexts)),
         param_offsets_(std::move(param_offsets)),
         autocast_(std::move(autocast)),
         keep_alive_(std::move(keep_alive)),
-        trace_(std::move(trace)) {}
+        observer_(std::move(observer)) {}
 
   /// An output of the node: the main one (caller == none) or one of the extra outputs.
   void add_output(size_t caller_index) { outputs_.push_back(caller_index); }
@@ -73,7 +72,7 @@ class FuserNode : public torch::autograd::Node, private SavedValues, private Sav
   void used(size_t first, size_t end) override;
   size_t save_tensor(const Tensor& tensor, const std::vector<Tensor>& outputs, size_t op);
   void note_internal();
-  bool let_go(const OperationContext& ctx, size_t i, bool& internal) override;
+  bool try_release(const OperationContext& ctx, size_t i, bool& internal) override;
   /// What one operation saved.
   at::ArrayRef<Slot> slots(size_t op) const {
     const size_t begin = op == 0 ? 0 : slot_ends_[op - 1];
@@ -85,7 +84,7 @@ class FuserNode : public torch::autograd::Node, private SavedValues, private Sav
   std::vector<size_t> param_offsets_;
   AutocastState autocast_;  // of forward
   std::shared_ptr<void> keep_alive_;
-  TracePtr trace_;
+  RunObserverPtr observer_;
   c10::SmallVector<size_t, 2> outputs_;
   ForwardShapes shapes_;
   std::vector<Saved> saved_;

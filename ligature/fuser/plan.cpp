@@ -1,14 +1,11 @@
 #include "ligature/fuser/plan.h"
 
 #include <algorithm>
-#include <string_view>
-#include <typeinfo>
 
 namespace ligature {
 
 StepKind::StepKind(const FusibleOperation& op)
-    : guest(op.is_guest()),
-      ours(!guest && std::string_view(typeid(op).name()).starts_with("N8ligature")) {}
+    : guest(op.is_guest()), ours(!guest && op.is_builtin()) {}
 
 namespace {
 

@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "ligature/base/small_bytes.h"
 #include "ligature/fuser/match.h"
 #include "ligature/fuser/registry.h"
 #include "ligature/fuser/wiring.h"
-#include "ligature/small_bytes.h"
 
 namespace ligature {
 

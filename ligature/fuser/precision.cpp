@@ -2,9 +2,8 @@
 
 #include <sstream>
 
-#include "ligature/backend/cuda/gemm.h"
-#include "ligature/backend/cuda/quantize.h"
-#include "ligature/quantization/quantized_tensor.h"
+#include "ligature/kernels/backend.h"
+#include "ligature/quantized/quantized_tensor.h"
 
 namespace ligature {
 namespace {
@@ -31,7 +30,7 @@ Work work_of(const Call& call, const std::vector<BasicOpPtr>& ops, at::Device de
     if (!weight.defined() || weight.dim() != 2) continue;
     ++work.linears;
     work.multiplications += rows * static_cast<double>(weight.numel());
-    work.emulated = work.emulated || !cuda::has_products_of(quantizer->format_tag(), device);
+    work.emulated = work.emulated || !kernels::has_quantized_gemm(quantizer->format_tag(), device);
   }
   return work;
 }
@@ -51,7 +50,7 @@ std::string why_high_precision(const Call& call, const std::vector<BasicOpPtr>& 
   if (work.linears == 0) return "";
   const std::string begin = autocast.recipe->name() + " is left out, as only_where_faster has it: ";
   if (work.emulated) return begin + "this device has no such products";
-  if (cuda::is_captured(device)) return "";  // a graph waits for no host
+  if (kernels::is_captured(device)) return "";  // a graph waits for no host
   const double mean = work.multiplications / work.linears;
   if (mean >= kFasterFrom) return "";
   std::ostringstream out;

@@ -5,8 +5,6 @@
 #include <atomic>
 #include <mutex>
 
-#include "ligature/fused/builtin_fusions.h"
-
 namespace ligature {
 namespace {
 
@@ -27,6 +25,8 @@ struct PassFusions {
   std::vector<Entry> appended;
 };
 
+BuiltinFusions builtin_table = [](Pass) { return std::vector<FusionRule>(); };
+
 struct Registry {
   std::mutex mutex;
   std::array<PassFusions, 3> passes;
@@ -36,7 +36,7 @@ struct Registry {
 
   Registry() {
     for (Pass pass : {Pass::Joint, Pass::Forward, Pass::Backward}) {
-      for (auto& rule : builtin_fusions(pass)) {
+      for (auto& rule : builtin_table(pass)) {
         of(pass).builtin.push_back(std::make_shared<const Fusion>(std::move(rule)));
       }
     }
@@ -56,6 +56,13 @@ Registry& registry() {
 }
 
 }  // namespace
+
+std::vector<FusionRule> builtin_fusions(Pass pass) { return builtin_table(pass); }
+
+bool set_builtin_fusions(BuiltinFusions table) {
+  builtin_table = table;
+  return true;
+}
 
 const char* pass_name(Pass pass) {
   switch (pass) {

@@ -73,6 +73,13 @@ inline FusionHandle register_forward_backward_fusion(Fusion fusion, bool prepend
 
 using FusionList = std::vector<std::shared_ptr<const Fusion>>;
 
+/// The built-in fusions of a pass, in the order in which it tries them.
+using BuiltinFusions = std::vector<FusionRule> (*)(Pass pass);
+/// Gives them, before the first look at the registry. Returns true.
+bool set_builtin_fusions(BuiltinFusions table);
+/// Made anew.
+std::vector<FusionRule> builtin_fusions(Pass pass);
+
 /// Called whenever a fusion was taken out, in the order in which they were given.
 void at_unregister(std::function<void()> function);
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ligature/operation.h"
+#include "ligature/recipes/recipe.h"
 
 namespace ligature {
 

@@ -7,9 +7,9 @@
 
 #include <optional>
 
+#include "ligature/base/modes.h"
 #include "ligature/fuser/plan.h"
 #include "ligature/kernels/log.h"
-#include "ligature/modes.h"
 
 namespace ligature {
 

@@ -1,15 +1,10 @@
-// What every backend needs to know of an activation, the checks of its arguments, and the dispatch
-// by device.
+// What every backend needs to know of an activation, the checks of its arguments, and the call
+// of the backend.
 #include "ligature/kernels/activation.h"
 
-#include "ligature/backend/aten/activation.h"
-#include "ligature/backend/cpu/activation.h"
-#include "ligature/backend/cuda/activation.h"
-#include "ligature/backend/cuda/activation_recompute.h"
-#include "ligature/backend/dispatch.h"
-#include "ligature/backend/shapes/kernels.h"
 #include "ligature/check.h"
 #include "ligature/kernels/arguments.h"
+#include "ligature/kernels/backend.h"
 #include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
@@ -82,8 +77,7 @@ const char* activation_name(ActivationKind kind) {
 Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
   const KernelScope scope("activation_forward", x);
   check_activation(x, spec, scales);
-  if (x.is_meta()) return shapes::activation_forward(x, spec);
-  return LIGATURE_DISPATCH(x, activation_forward, x, spec, scales);
+  return backend_for(x).activation_forward(x, spec, scales);
 }
 
 Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
@@ -91,8 +85,7 @@ Tensor activation_forward_(Tensor& x, const ActivationSpec& spec) {
   LIGATURE_CHECK(!is_gated(spec.kind), "[activation_forward_] wanted an activation that keeps the ",
                  "shape, got ", activation_name(spec.kind));
   check_activation(x, spec, {});
-  if (x.is_meta()) return x;
-  return LIGATURE_DISPATCH(x, activation_forward_, x, spec);
+  return backend_for(x).activation_forward_(x, spec);
 }
 
 ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
@@ -100,9 +93,7 @@ ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        bool need_dscales, bool need_dbias, bool over_x) {
   const KernelScope scope("activation_backward", x);
   check_activation_gradient(dy, x, spec, scales, need_dscales);
-  if (x.is_meta()) return shapes::activation_backward(x, scales, need_dscales, need_dbias);
-  return LIGATURE_DISPATCH(x, activation_backward, dy, x, spec, scales, need_dscales, need_dbias,
-                           over_x);
+  return backend_for(x).activation_backward(dy, x, spec, scales, need_dscales, need_dbias, over_x);
 }
 
 ActivationRecompute activation_recompute(const Tensor& dy, const Tensor& x,
@@ -110,8 +101,7 @@ ActivationRecompute activation_recompute(const Tensor& dy, const Tensor& x,
                                          bool over_x) {
   const KernelScope scope("activation_recompute", x);
   check_activation_gradient(dy, x, spec, {}, false);
-  if (x.is_meta()) return shapes::activation_recompute(x, spec, need_dbias);
-  return LIGATURE_DISPATCH(x, activation_recompute, dy, x, spec, need_dbias, over_dy, over_x);
+  return backend_for(x).activation_recompute(dy, x, spec, need_dbias, over_dy, over_x);
 }
 
 }  // namespace ligature::kernels

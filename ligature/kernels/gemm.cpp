@@ -1,152 +1,97 @@
-// Matrix products are cuBLASLt's on CUDA, our own on a CPU where those are faster, and ATen's on
-// every other device and in float64. Host time matters here: a training step of a small model makes
-// these calls thousands of times, so each path is the fewest dispatches that do it.
+// Checks of sizes; GEMMs are the backend's where it takes the operands, and ATen's otherwise.
 #include "ligature/kernels/gemm.h"
 
-#include <ATen/Context.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/add.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 
-#include "ligature/backend/cpu/new_tensor.h"
-#include "ligature/backend/cpu/product.h"
-#include "ligature/backend/cuda/gemm.h"
 #include "ligature/check.h"
 #include "ligature/kernels/arguments.h"
+#include "ligature/kernels/backend.h"
 #include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
 namespace {
 
-int64_t row_count(const Tensor& t) {
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < t.dim(); ++d) rows *= t.size(d);
-  return rows;
-}
-
-Tensor as_matrix(const Tensor& t) { return t.dim() == 2 ? t : t.view({row_count(t), t.size(-1)}); }
-
-Tensor as_rows_of(const Tensor& y, const Tensor& x) {
-  if (x.dim() == 2) return y;
-  at::DimVector shape(x.sizes());
-  shape.back() = y.size(-1);
-  return y.view(shape);
-}
-
 void check_inner(const char* op, const char* what, int64_t wanted, int64_t got) {
   LIGATURE_CHECK(wanted == got, "[", op, "] wanted ", what, " of ", wanted, ", got ", got);
 }
 
-// ATen writes a bias into every row of the result before it multiplies; oneDNN adds it in passing,
-// to the same bits. Undefined where this does not run.
-using PointwiseLinear = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&,
-                               c10::string_view, c10::List<std::optional<at::Scalar>>,
-                               std::optional<c10::string_view>);
-
-std::optional<c10::TypedOperatorHandle<PointwiseLinear>> find_pointwise_linear() {
-#if defined(__x86_64__) && defined(__GNUC__)
-  const bool runs = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                    __builtin_cpu_supports("avx512dq");
-  if (!runs || !at::globalContext().hasMKLDNN()) return std::nullopt;
-  const auto found = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
-  if (found) return found->typed<PointwiseLinear>();
-#endif
-  return std::nullopt;
+/// A tensor without memory stands for one elsewhere: the name is of what would make that one.
+const char* name_of(const GemmDesc& desc) {
+  const Backend& backend = backend_behind(desc.a);
+  const char* own = backend.gemm_name != nullptr ? backend.gemm_name(desc) : nullptr;
+  return own != nullptr ? own : "aten";
 }
 
-Tensor linear_with_bias(const Tensor& x, const Tensor& w, const Tensor& bias) {
-  const auto fits = [&](const Tensor& t) {
-    return t.is_cpu() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() && !t.is_neg() &&
-           t.numel() > 0;
-  };
-  if (!fits(x) || !fits(w) || !fits(bias) || bias.dim() != 1 || bias.size(0) != w.size(0) ||
-      !at::globalContext().userEnabledMkldnn()) {
-    return {};
+Tensor run(const GemmDesc& desc) {
+  const Backend& backend = backend_for(desc.a);
+  if (backend.gemm != nullptr) {
+    Tensor y = backend.gemm(desc);
+    if (y.defined()) return y;
   }
-  static const auto linear = find_pointwise_linear();
-  if (!linear) return {};
-  const at::AutoDispatchBelowAutograd below;
-  return linear->call(x, w, bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+  return aten_backend().gemm(desc);
 }
 
-// alpha * a b + add for matrices a, b and an `add` that may be absent, a vector or a matrix.
-Tensor product(const Tensor& a, const Tensor& b, const Tensor& add, double alpha) {
-  if (add.defined()) return at::addmm(add, a, b, 1, alpha);
-  if (alpha == 1.0) return at::mm(a, b);
-  Tensor y = at::empty({a.size(0), b.size(1)}, a.options());
-  at::addmm_out(y, y, a, b, 0, alpha);
-  return y;
-}
+const Tensor kNone;
 
-// cuBLASLt takes what has the operands' dtype and just the result's shape; ATen broadcasts the
-// rest, or says what is wrong with it.
-bool is_vector(const Tensor& t, const Tensor& like, int64_t n) {
-  return !t.defined() || (t.dim() == 1 && t.size(0) == n && t.scalar_type() == like.scalar_type() &&
-                          t.device() == like.device() && !t.is_neg());
-}
-
-bool is_matrix(const Tensor& t, const Tensor& like, int64_t rows, int64_t columns) {
-  return !t.defined() ||
-         (t.dim() > 0 && t.size(-1) == columns && t.numel() == rows * columns &&
-          t.scalar_type() == like.scalar_type() && t.device() == like.device() && !t.is_neg());
-}
-
-/// A product and who makes it. A tensor without memory stands for one elsewhere: the name is of
-/// what would make that one.
-class Maker {
- public:
-  template <typename MakeProduct>
-  Maker(const Tensor& x, bool on_cuda, const MakeProduct& make_product) : on_cuda_(on_cuda) {
-    const bool without_memory = x.is_meta();
-    if (!x.is_cpu() && !without_memory) return;
-    if (without_memory && device_behind(x) != at::kCPU) {
-      named_cuda_ = device_behind(x) == at::kCUDA && cuda::has_gemm(x.scalar_type());
-      return;
-    }
-    product_ = make_product();
-    named_cpu_ = cpu::runs_multiply(product_);
-    on_cpu_ = named_cpu_ && !without_memory && cpu::has_memory(product_);
+const char* epilogue_name(const GemmDesc& desc) {
+  switch (desc.epilogue) {
+    case Epilogue::Activation:
+      return is_gated(desc.activation->kind) ? "linear_gated_forward" : "linear_activated_forward";
+    case Epilogue::ActivationGrad:
+      return is_gated(desc.activation->kind) ? "linear_gated_backward"
+                                             : "linear_activated_backward";
+    case Epilogue::BiasGrad:
+      return "linear_weight_bias_grad";
+    case Epilogue::None:
+      break;
   }
-
-  /// With a result that is there already.
-  void set_result(const Tensor& out) {
-    if (!named_cpu_) return;
-    result_ = cpu::Matrix::of_result(out);
-    named_cpu_ = cpu::runs_multiply(product_, result_);
-    on_cpu_ = on_cpu_ && named_cpu_;
-  }
-
-  bool on_cpu() const { return on_cpu_; }
-  const char* name() const {
-    return on_cuda_ || named_cuda_ ? "cublaslt" : named_cpu_ ? "cpu" : "aten";
-  }
-
-  void multiply() const { cpu::multiply(product_, result_); }
-  Tensor multiply(Tensor out) const {
-    cpu::multiply(product_, cpu::Matrix::of_result(out));
-    return out;
-  }
-
- private:
-  cpu::Product product_;
-  cpu::Matrix result_;
-  bool on_cuda_ = false, on_cpu_ = false;
-  bool named_cuda_ = false, named_cpu_ = false;
-};
-
-Tensor empty_like(const Tensor& x, at::IntArrayRef shape) {
-  if (x.is_cpu()) return cpu::new_tensor(shape, x.scalar_type());
-  return at::empty(shape, x.options());
+  return "linear";
 }
 
-/// dy^T x, added to `out` if it is to be.
-cpu::Product weight_product(const Tensor& dy, const Tensor& x, bool accumulate, const Tensor& out,
-                            double alpha) {
-  using cpu::Matrix;
-  return {Matrix(dy).turned(), Matrix(x).turned(), {}, accumulate ? Matrix(out) : Matrix(), alpha};
+/// Columns of z for each column of the activation.
+int64_t gates(const ActivationSpec& activation) { return is_gated(activation.kind) ? 2 : 1; }
+
+void check(const char* op, const GemmDesc& desc) {
+  if (desc.kind == LinearGemm::WeightGrad) {
+    LIGATURE_CHECK(desc.a.dim() > 0 && desc.b.dim() > 0 && row_count(desc.a) == row_count(desc.b),
+                   "[", op, "] wanted as many rows of dy and x, got shapes ", desc.a.sizes(),
+                   " and ", desc.b.sizes());
+    return;
+  }
+  const bool forward = desc.kind == LinearGemm::Forward;
+  check_product(op, desc.a, desc.b, forward ? 1 : 0);
+  if (forward) {
+    const int64_t columns = desc.b.size(0);
+    LIGATURE_CHECK(columns % gates(*desc.activation) == 0, "[", op,
+                   "] wanted a weight with an even number of rows, got ", columns);
+    LIGATURE_CHECK(!desc.bias.defined() || (desc.bias.dim() == 1 && desc.bias.size(0) == columns),
+                   "[", op, "] wanted bias of [", columns, "], got ",
+                   desc.bias.defined() ? desc.bias.sizes() : at::IntArrayRef());
+    return;
+  }
+  at::DimVector wanted(desc.a.sizes());
+  wanted.back() = gates(*desc.activation) * desc.b.size(1);
+  LIGATURE_CHECK(desc.z->sizes() == wanted, "[", op, "] wanted z of shape ",
+                 at::IntArrayRef(wanted), ", got ", desc.z->sizes());
+}
+
+GemmResult without_memory(const GemmDesc& desc) {
+  GemmResult out;
+  switch (desc.kind) {
+    case LinearGemm::Forward:
+      out.y = rows_like(desc.a, desc.b.size(0) / gates(*desc.activation));
+      if (desc.need_z) out.z = rows_like(desc.a, desc.b.size(0));
+      break;
+    case LinearGemm::InputGrad:
+      out.y = desc.over_z ? *desc.z : rows_like(desc.a, gates(*desc.activation) * desc.b.size(1));
+      if (desc.need_activated) out.activated = rows_like(desc.a, desc.b.size(1));
+      break;
+    case LinearGemm::WeightGrad:
+      out.y = at::empty({desc.a.size(-1), desc.b.size(-1)}, desc.a.options());
+      out.dbias = at::empty({desc.a.size(-1)}, desc.a.options());
+      break;
+  }
+  return out;
 }
 
 }  // namespace
@@ -162,101 +107,101 @@ void check_product(const char* op, const Tensor& x, const Tensor& w, int64_t inn
 Tensor rows_like(const Tensor& x, int64_t columns) {
   at::DimVector shape(x.sizes());
   shape.back() = columns;
-  return empty_like(x, shape);
+  return at::empty(shape, x.options());
+}
+
+int64_t row_count(const Tensor& t) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) rows *= t.size(d);
+  return rows;
+}
+
+bool has_epilogue(Epilogue epilogue, const ActivationSpec* activation, at::ScalarType dtype,
+                  at::Device device) {
+  const Backend& backend = backend_for(device_behind(device).type(), dtype);
+  return backend.has_epilogue != nullptr &&
+         backend.has_epilogue(epilogue, activation, dtype, device);
+}
+
+bool pays(const GemmDesc& desc) {
+  const Backend& backend = backend_behind(desc.a);
+  return backend.pays != nullptr && backend.pays(desc);
+}
+
+GemmResult gemm_with_epilogue(const GemmDesc& desc) {
+  const char* op = epilogue_name(desc);
+  KernelScope scope(op, desc.a);
+  check(op, desc);
+  scope.gemm(desc.a.numel(), desc.kind == LinearGemm::Forward ? desc.b.size(0) : desc.b.size(-1));
+  if (desc.a.is_meta()) return without_memory(desc);
+  return own_kernel(op, desc.a, &Backend::gemm_with_epilogue)(desc);
+}
+
+GemmDesc activated_forward(const Tensor& x, const Tensor& w, const Tensor& bias,
+                           const ActivationSpec& activation, bool need_z) {
+  GemmDesc desc{LinearGemm::Forward, x, w, bias, kNone};
+  desc.epilogue = Epilogue::Activation;
+  desc.activation = &activation;
+  desc.need_z = need_z;
+  return desc;
+}
+
+GemmDesc activated_input_grad(const Tensor& dy, const Tensor& w, const Tensor& z,
+                              const ActivationSpec& activation, bool need_activated, bool over_z) {
+  GemmDesc desc{LinearGemm::InputGrad, dy, w, kNone, kNone};
+  desc.epilogue = Epilogue::ActivationGrad;
+  desc.activation = &activation;
+  desc.z = &z;
+  desc.need_activated = need_activated;
+  desc.over_z = over_z;
+  return desc;
+}
+
+GemmDesc weight_and_bias_grad(const Tensor& dy, const Tensor& x) {
+  GemmDesc desc{LinearGemm::WeightGrad, dy, x, kNone, kNone};
+  desc.epilogue = Epilogue::BiasGrad;
+  return desc;
 }
 
 Tensor linear_forward(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& add,
                       double alpha) {
-  const bool on_cuda = cuda::runs_gemm(x, w) && is_vector(bias, x, w.size(0)) &&
-                       is_matrix(add, x, row_count(x), w.size(0));
-  const Maker maker(x, on_cuda, [&] {
-    using cpu::Matrix;
-    return cpu::Product{Matrix(x), Matrix(w), Matrix(bias), Matrix(add), alpha};
-  });
-  KernelScope scope("linear_forward", maker.name());
+  const GemmDesc desc{LinearGemm::Forward, x, w, bias, add, alpha};
+  KernelScope scope("linear_forward", [&] { return name_of(desc); });
   scope.gemm(x.numel(), w.size(0));
   check_inner("linear_forward", "x with a last dimension", w.size(1), x.size(-1));
-  if (on_cuda) return cuda::linear_forward(x, w, bias, add, alpha);
-  if (maker.on_cpu()) return maker.multiply(rows_like(x, w.size(0)));
-  if (bias.defined() && add.defined()) {
-    Tensor y = at::add(add, bias);
-    linear_forward_add_(y, x, w, {}, alpha);
-    return y;
-  }
-  if (bias.defined() && alpha == 1.0) {
-    const Tensor y = linear_with_bias(as_matrix(x), w, bias);
-    if (y.defined()) return as_rows_of(y, x);
-  }
-  const Tensor addend = add.defined() ? as_matrix(add) : bias;
-  return as_rows_of(product(as_matrix(x), w.t(), addend, alpha), x);
+  return run(desc);
 }
 
 void linear_forward_add_(Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias,
                          double alpha) {
-  const bool on_cuda = cuda::runs_gemm(x, w) && is_vector(bias, x, w.size(0)) &&
-                       is_matrix(y, x, row_count(x), w.size(0));
-  Maker maker(x, on_cuda, [&] {
-    using cpu::Matrix;
-    return cpu::Product{Matrix(x), Matrix(w), Matrix(bias), Matrix(y), alpha};
-  });
-  maker.set_result(y);
-  KernelScope scope("linear_forward_add_", maker.name());
+  const GemmDesc desc{LinearGemm::Forward, x, w, bias, kNone, alpha, &y, true};
+  KernelScope scope("linear_forward_add_", [&] { return name_of(desc); });
   scope.gemm(x.numel(), w.size(0));
   check_inner("linear_forward_add_", "x with a last dimension", w.size(1), x.size(-1));
-  if (on_cuda) return cuda::linear_forward_add_(y, x, w, bias, alpha);
-  if (maker.on_cpu()) return maker.multiply();
-  if (bias.defined()) y.add_(bias);
-  as_matrix(y).addmm_(as_matrix(x), w.t(), 1, alpha);
+  run(desc);
 }
 
 Tensor linear_input_grad(const Tensor& dy, const Tensor& w, const Tensor& add, double alpha) {
-  const bool on_cuda = cuda::runs_gemm(dy, w) && is_matrix(add, dy, row_count(dy), w.size(1));
-  const Maker maker(dy, on_cuda, [&] {
-    using cpu::Matrix;
-    return cpu::Product{Matrix(dy), Matrix(w).turned(), {}, Matrix(add), alpha};
-  });
-  KernelScope scope("linear_input_grad", maker.name());
+  const GemmDesc desc{LinearGemm::InputGrad, dy, w, kNone, add, alpha};
+  KernelScope scope("linear_input_grad", [&] { return name_of(desc); });
   scope.gemm(dy.numel(), w.size(1));
   check_inner("linear_input_grad", "dy with a last dimension", w.size(0), dy.size(-1));
-  if (on_cuda) return cuda::linear_input_grad(dy, w, add, alpha);
-  if (maker.on_cpu()) return maker.multiply(rows_like(dy, w.size(1)));
-  const Tensor addend = add.defined() ? as_matrix(add) : add;
-  return as_rows_of(product(as_matrix(dy), w, addend, alpha), dy);
+  return run(desc);
 }
 
 Tensor linear_weight_grad(const Tensor& dy, const Tensor& x, double alpha) {
-  const bool on_cuda = cuda::runs_gemm(dy, x) && row_count(dy) == row_count(x);
-  const Maker maker(dy, on_cuda, [&] { return weight_product(dy, x, false, {}, alpha); });
-  KernelScope scope("linear_weight_grad", maker.name());
+  const GemmDesc desc{LinearGemm::WeightGrad, dy, x, kNone, kNone, alpha};
+  KernelScope scope("linear_weight_grad", [&] { return name_of(desc); });
   scope.gemm(dy.numel(), x.size(-1));
-  if (on_cuda) return cuda::linear_weight_grad(dy, x, alpha);
-  if (maker.on_cpu()) return maker.multiply(empty_like(dy, {dy.size(-1), x.size(-1)}));
-  return product(as_matrix(dy).t(), as_matrix(x), {}, alpha);
+  return run(desc);
 }
 
 void linear_weight_grad_into(Tensor& out, const Tensor& dy, const Tensor& x, bool accumulate,
                              double alpha) {
-  const bool on_cuda = cuda::runs_gemm(dy, x) && row_count(dy) == row_count(x) &&
-                       cuda::runs_gemm(out, out) && out.device() == dy.device() && out.dim() == 2 &&
-                       out.size(0) == dy.size(-1) && out.size(1) == x.size(-1);
-  Maker maker(dy, on_cuda, [&] { return weight_product(dy, x, accumulate, out, alpha); });
-  maker.set_result(out);
-  KernelScope scope("linear_weight_grad_into", maker.name());
+  const GemmDesc desc{LinearGemm::WeightGrad, dy, x, kNone, kNone, alpha, &out, accumulate};
+  KernelScope scope("linear_weight_grad_into", [&] { return name_of(desc); });
   scope.gemm(dy.numel(), x.size(-1));
-  if (on_cuda) return cuda::linear_weight_grad_into(out, dy, x, accumulate, alpha);
-  if (maker.on_cpu()) return maker.multiply();
-  Tensor dyt = as_matrix(dy).t();
-  Tensor x2 = as_matrix(x);
-  const double beta = accumulate ? 1.0 : 0.0;
-  if (out.scalar_type() != dyt.scalar_type()) {
-    if (out.is_cuda()) {
-      at::addmm_out(out, out, dyt, x2, out.scalar_type(), beta, alpha);
-      return;
-    }
-    dyt = dyt.to(out.scalar_type());
-    x2 = x2.to(out.scalar_type());
-  }
-  at::addmm_out(out, out, dyt, x2, beta, alpha);
+  run(desc);
 }
 
 }  // namespace ligature::kernels

@@ -5,13 +5,12 @@
 
 #include <string_view>
 
-#include "ligature/backend/cuda/runs.h"
+#include "ligature/kernels/backend.h"
+#include "ligature/kernels/run_context.h"
 
 namespace ligature::kernels {
 
 namespace {
-
-thread_local KernelLog* current_log = nullptr;
 
 bool starts_with(std::string_view text, std::string_view start) {
   return text.substr(0, start.size()) == start;
@@ -42,7 +41,7 @@ struct AtenObserver {
   struct Inside : at::ObserverContext {};
 
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
-    KernelLog* log = current_log;
+    KernelLog* log = run_context().log;
     if (log == nullptr || (log->aten_depth_ == 0 && !computes(call))) return nullptr;
     if (log->aten_depth_++ == 0) {
       const std::string name = call.operator_name()->name;
@@ -56,25 +55,17 @@ struct AtenObserver {
   }
 
   static void end(const at::RecordFunction&, at::ObserverContext* inside) {
-    if (inside != nullptr && current_log != nullptr) --current_log->aten_depth_;
+    if (inside != nullptr && run_context().log != nullptr) --run_context().log->aten_depth_;
   }
 };
 
 const char* backend_name(at::DeviceType device, at::ScalarType dtype) {
-  if (device == at::kCPU) return "cpu";
-  return device == at::kCUDA && cuda::computes_in(dtype) ? "cuda" : "aten";
+  return backend_for(device, dtype).name;
 }
 
-at::DeviceType device_behind(const Tensor& x) {
-  return x.is_meta() && current_log != nullptr ? current_log->device_ : x.device().type();
-}
-
-at::Device device_behind(at::Device device) {
-  return device.is_meta() && current_log != nullptr ? at::Device(current_log->device_) : device;
-}
-
-KernelLog::KernelLog(at::DeviceType device) : device_(device), outer_(current_log) {
-  current_log = this;
+KernelLog::KernelLog(at::DeviceType device)
+    : device_(device), stands_for_(device), outer_(run_context().log) {
+  run_context().log = this;
   callback_ = at::addThreadLocalCallback(
       at::RecordFunctionCallback(&AtenObserver::begin, &AtenObserver::end)
           .scopes({at::RecordScope::FUNCTION}));
@@ -82,11 +73,13 @@ KernelLog::KernelLog(at::DeviceType device) : device_(device), outer_(current_lo
 
 KernelLog::~KernelLog() {
   at::removeCallback(callback_);
-  current_log = outer_;
+  run_context().log = outer_;
 }
 
+bool is_log_open() { return run_context().log != nullptr; }
+
 void KernelScope::enter(const char* name, at::ScalarType dtype, const char* backend) {
-  KernelLog* log = current_log;
+  KernelLog* log = run_context().log;
   if (log == nullptr || log->in_kernel_) return;
   log_ = log;
   log_->alone_.emplace();

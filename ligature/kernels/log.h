@@ -8,9 +8,11 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
-#include "ligature/modes.h"
+#include "ligature/base/modes.h"
+#include "ligature/kernels/devices.h"
 
 namespace ligature::kernels {
 
@@ -27,10 +29,6 @@ struct KernelCall {
 /// The backend that serves kernels of our own on this kind of device.
 const char* backend_name(at::DeviceType device, at::ScalarType dtype = at::kFloat);
 
-/// Where a tensor is, or what one without memory stands for while a log is open.
-at::DeviceType device_behind(const Tensor& x);
-at::Device device_behind(at::Device device);
-
 class KernelLog {
  public:
   /// `device`: where the tensors are, or what tensors without memory stand for.
@@ -46,10 +44,9 @@ class KernelLog {
  private:
   friend class KernelScope;
   friend struct AtenObserver;
-  friend at::DeviceType device_behind(const Tensor& x);
-  friend at::Device device_behind(at::Device device);
 
   at::DeviceType device_;
+  MetaStandsFor stands_for_;
   std::vector<KernelCall> calls_;
   int64_t flops_ = 0;
   bool in_kernel_ = false;
@@ -60,6 +57,8 @@ class KernelLog {
   KernelLog* outer_ = nullptr;
 };
 
+bool is_log_open();
+
 /// In a kernel's entry function, at its beginning.
 class KernelScope {
  public:
@@ -69,6 +68,12 @@ class KernelScope {
   KernelScope(const char* name, const Tensor& x) { enter(name, x.scalar_type(), nullptr); }
   /// For a kernel that is this backend's on every device.
   KernelScope(const char* name, const char* backend) { enter(name, at::kFloat, backend); }
+  /// `find_backend`: tells whose it is; asked only while a log is open.
+  template <class F>
+    requires std::is_invocable_r_v<const char*, F>
+  KernelScope(const char* name, const F& find_backend) {
+    if (is_log_open()) enter(name, at::kFloat, find_backend());
+  }
   ~KernelScope();
   KernelScope(const KernelScope&) = delete;
   KernelScope& operator=(const KernelScope&) = delete;

@@ -1,13 +1,9 @@
-// Checks the normalized size and sends the norms to the backend of the tensor's device.
+// Checks the normalized size and sends the norms to the backend of the tensor.
 #include "ligature/kernels/norm.h"
 
-#include "ligature/backend/aten/norm.h"
-#include "ligature/backend/cpu/norm.h"
-#include "ligature/backend/cuda/norm.h"
-#include "ligature/backend/dispatch.h"
-#include "ligature/backend/shapes/kernels.h"
 #include "ligature/check.h"
 #include "ligature/kernels/arguments.h"
+#include "ligature/kernels/backend.h"
 #include "ligature/kernels/log.h"
 
 namespace ligature::kernels {
@@ -30,33 +26,28 @@ NormForward layer_norm_forward(const Tensor& x, const Tensor& w, const Tensor& b
                                bool zero_centered_gamma, at::ScalarType out_dtype) {
   const KernelScope scope("layer_norm_forward", x);
   check_norm("layer_norm_forward", x, w);
-  if (x.is_meta()) return shapes::norm_forward(x, w, true, out_dtype);
-  return LIGATURE_DISPATCH(x, layer_norm_forward, x, w, b, eps, zero_centered_gamma, out_dtype);
+  return backend_for(x).layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype);
 }
 
 NormForward rms_norm_forward(const Tensor& x, const Tensor& w, double eps, bool zero_centered_gamma,
                              at::ScalarType out_dtype) {
   const KernelScope scope("rms_norm_forward", x);
   check_norm("rms_norm_forward", x, w);
-  if (x.is_meta()) return shapes::norm_forward(x, w, false, out_dtype);
-  return LIGATURE_DISPATCH(x, rms_norm_forward, x, w, eps, zero_centered_gamma, out_dtype);
+  return backend_for(x).rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype);
 }
 
 Tensor layer_norm_apply(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& w,
                         const Tensor& b, bool zero_centered_gamma, at::ScalarType out_dtype) {
   const KernelScope scope("layer_norm_apply", x);
   check_norm("layer_norm_apply", x, w);
-  if (x.is_meta()) return shapes::norm_apply(x, out_dtype);
-  return LIGATURE_DISPATCH(x, layer_norm_apply, x, mean, rstd, w, b, zero_centered_gamma,
-                           out_dtype);
+  return backend_for(x).layer_norm_apply(x, mean, rstd, w, b, zero_centered_gamma, out_dtype);
 }
 
 Tensor rms_norm_apply(const Tensor& x, const Tensor& rstd, const Tensor& w,
                       bool zero_centered_gamma, at::ScalarType out_dtype) {
   const KernelScope scope("rms_norm_apply", x);
   check_norm("rms_norm_apply", x, w);
-  if (x.is_meta()) return shapes::norm_apply(x, out_dtype);
-  return LIGATURE_DISPATCH(x, rms_norm_apply, x, rstd, w, zero_centered_gamma, out_dtype);
+  return backend_for(x).rms_norm_apply(x, rstd, w, zero_centered_gamma, out_dtype);
 }
 
 NormBackward layer_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& mean,
@@ -65,9 +56,8 @@ NormBackward layer_norm_backward(const Tensor& dy, const Tensor& x, const Tensor
   const KernelScope scope("layer_norm_backward", x);
   check_norm("layer_norm_backward", x, w);
   check_gradient("layer_norm_backward", dy, x);
-  if (x.is_meta()) return shapes::norm_backward(x, w, need_dx, need_dw, need_db);
-  return LIGATURE_DISPATCH(x, layer_norm_backward, dy, x, mean, rstd, w, zero_centered_gamma, add,
-                           need_dx, need_dw, need_db);
+  return backend_for(x).layer_norm_backward(dy, x, mean, rstd, w, zero_centered_gamma, add, need_dx,
+                                            need_dw, need_db);
 }
 
 NormBackward rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& rstd,
@@ -76,22 +66,19 @@ NormBackward rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& 
   const KernelScope scope("rms_norm_backward", x);
   check_norm("rms_norm_backward", x, w);
   check_gradient("rms_norm_backward", dy, x);
-  if (x.is_meta()) return shapes::norm_backward(x, w, need_dx, need_dw, false);
-  return LIGATURE_DISPATCH(x, rms_norm_backward, dy, x, rstd, w, zero_centered_gamma, add, need_dx,
-                           need_dw);
+  return backend_for(x).rms_norm_backward(dy, x, rstd, w, zero_centered_gamma, add, need_dx,
+                                          need_dw);
 }
 
 L2Forward l2_normalization_forward(const Tensor& x, double eps) {
   const KernelScope scope("l2_normalization_forward", x);
-  if (x.is_meta()) return shapes::l2_normalization_forward(x);
-  return LIGATURE_DISPATCH(x, l2_normalization_forward, x, eps);
+  return backend_for(x).l2_normalization_forward(x, eps);
 }
 
 Tensor l2_normalization_backward(const Tensor& dy, const Tensor& x, const Tensor& rstd) {
   const KernelScope scope("l2_normalization_backward", x);
   check_gradient("l2_normalization_backward", dy, x);
-  if (x.is_meta()) return shapes::like(x);
-  return LIGATURE_DISPATCH(x, l2_normalization_backward, dy, x, rstd);
+  return backend_for(x).l2_normalization_backward(dy, x, rstd);
 }
 
 }  // namespace ligature::kernels

@@ -1,29 +1,26 @@
-// Checks of formats and sizes, and the dispatch by device. Low precision has no ATen backend: a
-// CUDA tensor in a build without the CUDA backend is refused there, by the name of the build's
-// option.
+// Checks of formats and sizes, and the calls of the backend. Low precision has no ATen backend: a
+// tensor of a device without one is refused.
 #include "ligature/kernels/quantize.h"
 
-#include "ligature/backend/cpu/activation.h"
-#include "ligature/backend/cpu/norm.h"
-#include "ligature/backend/cpu/quantize.h"
-#include "ligature/backend/cuda/quantize.h"
-#include "ligature/backend/shapes/quantize.h"
 #include "ligature/check.h"
 #include "ligature/kernels/arguments.h"
+#include "ligature/kernels/backend.h"
 #include "ligature/kernels/log.h"
 #include "ligature/kernels/norm.h"
-#include "ligature/readable.h"
+#include "ligature/kernels/quantized_shapes.h"
+#include "ligature/kernels/stored.h"
 
 namespace ligature::kernels {
 namespace {
 
 void check_tensor(const char* op, const char* name, const Tensor& x) {
   const auto called = [&] { return "[" + std::string(op) + "] " + name; };
-  LIGATURE_CHECK(is_readable(x) || readable(x, called).is_same(x), called(),
-                 " must hold its values, got a tensor that torch negates when it is read");
+  if (!is_readable(x)) refuse_unreadable(x, called);
   if (!x.is_meta()) check_no_fake_mode(called);
-  LIGATURE_CHECK(x.is_cpu() || x.is_cuda() || x.is_meta(), "[", op,
-                 "] low precision runs on the CPU and on CUDA, got a tensor on ", x.device());
+  const Backend* own = own_backend(x.device().type());
+  LIGATURE_CHECK(own != nullptr && own->quantize != nullptr, "[", op,
+                 "] low precision runs on the CPU and on CUDA, got a tensor on ", x.device(), ": ",
+                 why_no_backend(x.device().type()));
 }
 
 void check_values(const char* op, const Tensor& x) {
@@ -104,11 +101,8 @@ void check_matrix(const char* op, const QuantizedMatrix& q, const Format& format
                  ", got ", q.amax.defined() ? "another" : "none");
 }
 
-/// As the CPU backend reads it. A GPU writes the scales of lines of 128 column after column, as its
-/// products want them, and they may have come from there.
-QuantizedMatrix with_rows_of_scales(const QuantizedMatrix& q) {
-  return {q.data, q.scale.contiguous(), q.amax};
-}
+/// The backend of low precision: it takes every dtype, double too.
+const Backend& casts_of(const Tensor& x) { return *own_backend(x.device().type()); }
 
 Tensor decoded(const char* op, const QuantizedMatrix& q, int64_t columns, at::ScalarType dtype,
                bool operand) {
@@ -120,18 +114,13 @@ Tensor decoded(const char* op, const QuantizedMatrix& q, int64_t columns, at::Sc
   return shapes::decoded(q, columns, dtype);
 }
 
-/// On the CPU: can rows be computed one after the other, straight into low precision? Else the two
-/// kernels run after each other.
-bool rows_to_walk(const Tensor& x) { return x.is_cpu() && x.numel() > 0; }
-
 }  // namespace
 
 QuantizedPair quantize(const Tensor& x, const QuantizeArgs& args) {
   const KernelScope scope("quantize");
   check_values("quantize", x);
   check_args("quantize", args, x);
-  if (x.is_meta()) return shapes::quantize(x.sizes(), args, x.options());
-  return x.is_cpu() ? cpu::quantize(x, args) : cuda::quantize(x, args);
+  return casts_of(x).quantize(x, args);
 }
 
 void update_amax(const Tensor& x, Tensor& amax) {
@@ -140,8 +129,7 @@ void update_amax(const Tensor& x, Tensor& amax) {
   check_one_float("update_amax", "amax", amax, x);
   LIGATURE_CHECK(x.is_contiguous(), "[update_amax] wanted a contiguous tensor, got strides ",
                  x.strides());
-  if (x.is_cpu()) cpu::update_amax(x, amax);
-  if (x.is_cuda()) cuda::update_amax(x, amax);
+  casts_of(x).update_amax(x, amax);
 }
 
 void update_amax(const QuantizedMatrix& q, const Format& format, int64_t columns, Tensor& amax) {
@@ -150,8 +138,7 @@ void update_amax(const QuantizedMatrix& q, const Format& format, int64_t columns
   LIGATURE_CHECK(format.per_tensor(), "[update_amax] wanted a format with one scale, got ",
                  format.name());
   check_one_float("update_amax", "amax", amax, q.data);
-  if (q.data.is_cpu()) cpu::update_amax(q, format, amax);
-  if (q.data.is_cuda()) cuda::update_amax(q, format, amax);
+  casts_of(q.data).update_quantized_amax(q, format, amax);
 }
 
 Tensor dequantize(const QuantizedMatrix& q, const Format& format, int64_t columns,
@@ -159,9 +146,28 @@ Tensor dequantize(const QuantizedMatrix& q, const Format& format, int64_t column
   const KernelScope scope("dequantize");
   check_matrix("dequantize", q, format, columns);
   Tensor out = decoded("dequantize", q, columns, dtype, false);
-  if (out.is_cpu()) cpu::dequantize(out, with_rows_of_scales(q), format);
-  if (out.is_cuda()) cuda::dequantize(out, q, format);
+  casts_of(out).dequantize(out, q, format);
   return out;
+}
+
+Tensor dequantize(const QuantizedPair& parts, const Format& format, at::IntArrayRef sizes,
+                  at::ScalarType dtype) {
+  const int64_t columns = sizes.back();
+  const int64_t rows = c10::multiply_integers(sizes.begin(), sizes.end() - 1);
+  if (parts.rowwise.defined()) return dequantize(parts.rowwise, format, columns, dtype).view(sizes);
+  LIGATURE_CHECK_STATE(parts.columnwise.defined(), "a quantized tensor of shape ", sizes,
+                       " has no data to dequantize");
+  if (!format.hadamard) {
+    return dequantize(parts.columnwise, format, rows, dtype).t().contiguous().view(sizes);
+  }
+  const int64_t filled = (rows + 15) / 16 * 16;
+  const Tensor transformed = dequantize(parts.columnwise, format, filled, at::kFloat);
+  return hadamard(transformed, /*inverse=*/true)
+      .narrow(1, 0, rows)
+      .t()
+      .to(dtype)
+      .contiguous()
+      .view(sizes);
 }
 
 Tensor expand(const QuantizedMatrix& q, const Format& format, int64_t columns,
@@ -169,8 +175,7 @@ Tensor expand(const QuantizedMatrix& q, const Format& format, int64_t columns,
   const KernelScope scope("expand");
   check_matrix("expand", q, format, columns);
   Tensor out = decoded("expand", q, columns, dtype, true);
-  if (out.is_cpu()) cpu::expand(out, with_rows_of_scales(q), format);
-  if (out.is_cuda()) cuda::expand(out, q, format);
+  casts_of(out).expand(out, q, format);
   return out;
 }
 
@@ -179,16 +184,13 @@ QuantizedMatrix transpose(const QuantizedMatrix& q, const Format& format, int64_
   check_matrix("transpose", q, format, columns);
   LIGATURE_CHECK(format.orientations_agree(), "[transpose] wanted a format whose orientations are ",
                  "each other's transpose, got ", format.name());
-  if (q.data.is_meta()) return shapes::transpose(q, format, columns);
-  return q.data.is_cpu() ? cpu::transpose(with_rows_of_scales(q), format, columns)
-                         : cuda::transpose(q, format, columns);
+  return casts_of(q.data).transpose(q, format, columns);
 }
 
 Tensor hadamard(const Tensor& x, bool inverse) {
   const KernelScope scope("hadamard");
   check_values("hadamard", x);
-  if (x.is_meta()) return shapes::hadamard(x);
-  return x.is_cpu() ? cpu::hadamard(x, inverse) : cuda::hadamard(x, inverse);
+  return casts_of(x).hadamard(x, inverse);
 }
 
 NormQuantized layer_norm_forward_quantize(const Tensor& x, const Tensor& w, const Tensor& b,
@@ -199,15 +201,12 @@ NormQuantized layer_norm_forward_quantize(const Tensor& x, const Tensor& w, cons
   check_tensor(op, "input", x);
   check_norm(op, x, w);
   check_args(op, args, x);
-  if (x.is_cuda() && cuda::fuses_norm(x, w, b, out_dtype, args)) {
-    return cuda::norm_forward_quantize(x, w, b, eps, zero_centered_gamma, true, args);
+  if (const auto fused = casts_of(x).layer_norm_forward_quantize) {
+    auto made = fused(x, w, b, eps, zero_centered_gamma, out_dtype, args);
+    if (made) return std::move(*made);
   }
-  if (!rows_to_walk(x) || w.numel() != x.size(-1)) {
-    const NormForward f = layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype);
-    return {quantize(f.y, args), f.mean, f.rstd};
-  }
-  const auto f = cpu::layer_norm_rows(x, w, b, eps, zero_centered_gamma, out_dtype);
-  return {cpu::quantize(*f.y, args), f.mean, f.rstd};
+  const NormForward f = layer_norm_forward(x, w, b, eps, zero_centered_gamma, out_dtype);
+  return {quantize(f.y, args), f.mean, f.rstd};
 }
 
 NormQuantized rms_norm_forward_quantize(const Tensor& x, const Tensor& w, double eps,
@@ -218,15 +217,12 @@ NormQuantized rms_norm_forward_quantize(const Tensor& x, const Tensor& w, double
   check_tensor(op, "input", x);
   check_norm(op, x, w);
   check_args(op, args, x);
-  if (x.is_cuda() && cuda::fuses_norm(x, w, {}, out_dtype, args)) {
-    return cuda::norm_forward_quantize(x, w, {}, eps, zero_centered_gamma, false, args);
+  if (const auto fused = casts_of(x).rms_norm_forward_quantize) {
+    auto made = fused(x, w, eps, zero_centered_gamma, out_dtype, args);
+    if (made) return std::move(*made);
   }
-  if (!rows_to_walk(x) || w.numel() != x.size(-1)) {
-    const NormForward f = rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype);
-    return {quantize(f.y, args), {}, f.rstd};
-  }
-  const auto f = cpu::rms_norm_rows(x, w, eps, zero_centered_gamma, out_dtype);
-  return {cpu::quantize(*f.y, args), {}, f.rstd};
+  const NormForward f = rms_norm_forward(x, w, eps, zero_centered_gamma, out_dtype);
+  return {quantize(f.y, args), {}, f.rstd};
 }
 
 QuantizedPair activation_forward_quantize(const Tensor& x, const ActivationSpec& spec,
@@ -236,11 +232,11 @@ QuantizedPair activation_forward_quantize(const Tensor& x, const ActivationSpec&
   check_tensor(op, "input", x);
   check_activation(x, spec, scales);
   check_args(op, args, x);
-  if (x.is_cuda() && cuda::fuses_activation(x, spec, scales, args)) {
-    return cuda::activation_forward_quantize(x, spec, scales, args);
+  if (const auto fused = casts_of(x).activation_forward_quantize) {
+    auto made = fused(x, spec, scales, args);
+    if (made) return std::move(*made);
   }
-  if (!rows_to_walk(x)) return quantize(activation_forward(x, spec, scales), args);
-  return cpu::quantize(*cpu::activation_forward_rows(x, spec, scales), args);
+  return quantize(activation_forward(x, spec, scales), args);
 }
 
 ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const Tensor& x,
@@ -253,17 +249,12 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
   check_tensor(op, "input", x);
   check_activation_gradient(dy, x, spec, scales, need_dscales);
   check_args(op, args, x);
-  if (x.is_cuda() && cuda::fuses_activation_backward(dy, x, spec, scales, args)) {
-    return cuda::activation_backward_quantize(dy, x, spec, scales, need_dscales, need_dbias, args);
+  if (const auto fused = casts_of(x).activation_backward_quantize) {
+    auto made = fused(dy, x, spec, scales, need_dscales, need_dbias, args);
+    if (made) return std::move(*made);
   }
-  if (!rows_to_walk(x)) {
-    const auto g = activation_backward(dy, x, spec, scales, need_dscales, need_dbias);
-    return {quantize(g.dx, args), g.dscales, g.dbias};
-  }
-  const auto rows = cpu::activation_backward_rows(dy, x, spec, scales, need_dscales, need_dbias);
-  QuantizedPair dx = cpu::quantize(*rows, args);
-  rows->write_sums();
-  return {std::move(dx), rows->dscales, rows->dbias};
+  const auto g = activation_backward(dy, x, spec, scales, need_dscales, need_dbias);
+  return {quantize(g.dx, args), g.dscales, g.dbias};
 }
 
 }  // namespace ligature::kernels

@@ -21,8 +21,8 @@
 
 #include <functional>
 
+#include "ligature/format/format.h"
 #include "ligature/kernels/activation.h"
-#include "ligature/quantization/format.h"
 
 namespace ligature::kernels {
 
@@ -68,6 +68,10 @@ void update_amax(const QuantizedMatrix& q, const Format& format, int64_t columns
 /// The matrix's values again, [rows, columns], rounded to `dtype` once. `columns`: of the matrix,
 /// since FP4 data cannot tell. A Hadamard transform is not undone here.
 Tensor dequantize(const QuantizedMatrix& q, const Format& format, int64_t columns,
+                  at::ScalarType dtype);
+
+/// Of a tensor of these sizes, from row-wise data where there is some; undoes a Hadamard transform.
+Tensor dequantize(const QuantizedPair& parts, const Format& format, at::IntArrayRef sizes,
                   at::ScalarType dtype);
 
 /// The operand of a matrix product: the elements times their block's factor, without any float

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
+#include "ligature/ops/checks.h"
 #include "ligature/ops/filled_context.h"
-#include "ligature/ops/prepare.h"
 
 namespace ligature {
 
@@ -190,7 +190,7 @@ ActivationGrads ActivationOperation::backward(OperationContext& ctx, const Value
 ActivationGrads activation_backward(OperationContext& ctx, const Value& grad_output,
                                     const kernels::ActivationSpec& spec, const Tensor& scales,
                                     bool need_dscales, bool need_dbias, const Target& target) {
-  TakenValue input = ctx.take_saved(0);
+  ReleasedValue input = ctx.release_saved(0);
   const at::ScalarType input_dtype = input.value.dtype();
   const at::ScalarType dtype = ctx.state.get_or("dtype", input_dtype);
   const bool same = dtype == input_dtype;

@@ -129,6 +129,7 @@ template <class Self, kernels::ActivationKind kKind, class OptionsType = Activat
           class Base = ActivationOperation>
 class ActivationOf : public Operation<Self, Base> {
  public:
+  LIGATURE_BUILTIN(Self)
   using Options = OptionsType;
 
   kernels::ActivationSpec spec() const override {

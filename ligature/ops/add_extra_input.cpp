@@ -2,7 +2,7 @@
 
 #include <ATen/ops/add.h>
 
-#include "ligature/ops/prepare.h"
+#include "ligature/ops/checks.h"
 
 namespace ligature {
 

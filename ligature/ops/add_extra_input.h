@@ -28,6 +28,7 @@ struct AddExtraInputOptions {
 /// ```
 class AddExtraInputImpl : public Operation<AddExtraInputImpl> {
  public:
+  LIGATURE_BUILTIN(AddExtraInputImpl)
   using Options = AddExtraInputOptions;
   explicit AddExtraInputImpl(Options given = {}) : Operation("AddExtraInput"), options(given) {}
 

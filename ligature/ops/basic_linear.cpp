@@ -7,13 +7,12 @@
 
 #include <cmath>
 
-#include "ligature/kernels/activated_linear.h"
 #include "ligature/kernels/bias.h"
 #include "ligature/kernels/gemm.h"
+#include "ligature/ops/checks.h"
 #include "ligature/ops/filled_context.h"
-#include "ligature/ops/prepare.h"
-#include "ligature/quantization/model_init.h"
 #include "ligature/readable.h"
+#include "ligature/recipes/model_init.h"
 
 namespace ligature {
 
@@ -169,7 +168,7 @@ void BasicLinearImpl::calibrate(const Value& input, const Value& weight, const O
 
 Tensor BasicLinearImpl::forward(const LinearFwdArgs& args) {
   if (args.x.is_quantized() || args.w.is_quantized()) {
-    Tensor y = quantized_linear_forward(args.x, args.w, args.product());
+    Tensor y = kernels::quantized_linear_forward(args.x, args.w, args.product());
     if (!args.add_in_place) return y;
     Tensor sum = args.add;
     return sum.copy_(y);
@@ -240,7 +239,7 @@ void BasicLinearImpl::save_ctx(OperationContext& ctx, const Value& x, at::Scalar
 
 LinearBwdArgs BasicLinearImpl::backward_args(OperationContext& ctx,
                                              const Value& grad_output) const {
-  return backward_args(ctx, grad_output, ctx.take_saved(0).value, ctx.saved_value(1));
+  return backward_args(ctx, grad_output, ctx.release_saved(0).value, ctx.saved_value(1));
 }
 
 LinearBwdArgs BasicLinearImpl::backward_args(const OperationContext& ctx, const Value& grad_output,
@@ -276,8 +275,9 @@ LinearGrads BasicLinearImpl::backward(LinearBwdArgs args, const OperationContext
   LinearGrads grads;
   const bool quantized = args.is_quantized();
   if (joins_bias_grad(args)) {
-    auto both = kernels::linear_weight_bias_grad(args.dy.tensor(), args.x.tensor());
-    grads.dw = cast(both.dw, args.weight_dtype);
+    auto both = kernels::gemm_with_epilogue(
+        kernels::weight_and_bias_grad(args.dy.tensor(), args.x.tensor()));
+    grads.dw = cast(both.y, args.weight_dtype);
     grads.dbias = std::move(both.dbias);
   } else {
     if (args.bias_requires_grad) {
@@ -290,9 +290,12 @@ LinearGrads BasicLinearImpl::backward(LinearBwdArgs args, const OperationContext
   const Tensor add = args.add.defined() ? prepare(args.add, args.compute_dtype) : Tensor();
   const Tensor dx =
       quantized
-          ? quantized_linear_input_grad(
-                args.dy, args.w,
-                {args.compute_dtype, {}, add, args.alpha, accumulation(args.split.input_grad)})
+          ? kernels::quantized_linear_input_grad(args.dy, args.w,
+                                                 {args.compute_dtype,
+                                                  {},
+                                                  add,
+                                                  args.alpha,
+                                                  kernels::accumulation(args.split.input_grad)})
           : kernels::linear_input_grad(args.dy.tensor(), args.w.tensor(), add, args.alpha);
   grads.dx = cast(dx, args.input_dtype);
   return grads;
@@ -301,16 +304,16 @@ LinearGrads BasicLinearImpl::backward(LinearBwdArgs args, const OperationContext
 bool BasicLinearImpl::joins_bias_grad(const LinearBwdArgs& args) const {
   return args.bias_requires_grad && args.weight_requires_grad && !args.is_quantized() &&
          !options.accumulate_into_main_grad && args.alpha == 1.0 &&
-         kernels::runs_weight_bias_grad(args.dy.tensor(), args.x.tensor());
+         kernels::pays(kernels::weight_and_bias_grad(args.dy.tensor(), args.x.tensor()));
 }
 
 Tensor BasicLinearImpl::weight_grad(const LinearBwdArgs& args, const OperationContext& ctx) {
-  const ProductArgs weight_product{
-      args.compute_dtype, {}, {}, args.alpha, accumulation(args.split.weight_grad)};
+  const kernels::ProductArgs weight_product{
+      args.compute_dtype, {}, {}, args.alpha, kernels::accumulation(args.split.weight_grad)};
   if (!options.accumulate_into_main_grad) {
     const Tensor dw =
         args.is_quantized()
-            ? quantized_linear_weight_grad(args.dy, args.x, weight_product)
+            ? kernels::quantized_linear_weight_grad(args.dy, args.x, weight_product)
             : kernels::linear_weight_grad(args.dy.tensor(), args.x.tensor(), args.alpha);
     return cast(dw, args.weight_dtype);
   }
@@ -326,8 +329,8 @@ Tensor BasicLinearImpl::weight_grad(const LinearBwdArgs& args, const OperationCo
                        "] accumulate_into_main_grad is set, but the weight has no main_grad");
   check_main_grad(*this, weight, main.buffer);
   if (args.is_quantized()) {
-    quantized_linear_weight_grad_into(main.buffer, args.dy, args.x, !main.overwrite,
-                                      weight_product);
+    kernels::quantized_linear_weight_grad_into(main.buffer, args.dy, args.x, !main.overwrite,
+                                               weight_product);
   } else {
     kernels::linear_weight_grad_into(main.buffer, args.dy.tensor(), args.x.tensor(),
                                      !main.overwrite, args.alpha);

@@ -5,7 +5,8 @@
 
 #include "ligature/operation.h"
 #include "ligature/options.h"
-#include "ligature/quantization/gemm.h"
+#include "ligature/prepare.h"
+#include "ligature/recipes/recipe.h"
 
 namespace ligature {
 
@@ -31,7 +32,9 @@ struct LinearFwdArgs {
   SplitAccumulation split;            ///< as the recipe has it
 
   /// Of quantized operands.
-  ProductArgs product() const { return {dtype, bias, add, alpha, accumulation(split.forward)}; }
+  kernels::ProductArgs product() const {
+    return {dtype, bias, add, alpha, kernels::accumulation(split.forward)};
+  }
 };
 
 struct LinearBwdArgs {
@@ -80,6 +83,7 @@ struct BasicLinearOptions : ParameterOptions {
 
 class BasicLinearImpl : public Operation<BasicLinearImpl> {
  public:
+  LIGATURE_BUILTIN(BasicLinearImpl)
   using Options = BasicLinearOptions;
   explicit BasicLinearImpl(Options options);
   BasicLinearImpl(int64_t in_features, int64_t out_features)

@@ -1,8 +1,8 @@
 #include "ligature/ops/bias.h"
 
 #include "ligature/kernels/bias.h"
+#include "ligature/ops/checks.h"
 #include "ligature/ops/filled_context.h"
-#include "ligature/ops/prepare.h"
 
 namespace ligature {
 

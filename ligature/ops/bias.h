@@ -20,6 +20,7 @@ struct BiasOptions : ParameterOptions {
 
 class BiasImpl : public Operation<BiasImpl> {
  public:
+  LIGATURE_BUILTIN(BiasImpl)
   using Options = BiasOptions;
   explicit BiasImpl(Options options);
   explicit BiasImpl(int64_t size) : BiasImpl(Options(size)) {}

@@ -2,8 +2,8 @@
 
 #include <ATen/ops/mul.h>
 
+#include "ligature/ops/checks.h"
 #include "ligature/ops/filled_context.h"
-#include "ligature/ops/prepare.h"
 
 namespace ligature {
 

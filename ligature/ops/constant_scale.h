@@ -24,6 +24,7 @@ struct ConstantScaleOptions {
 /// ```
 class ConstantScaleImpl : public Operation<ConstantScaleImpl> {
  public:
+  LIGATURE_BUILTIN(ConstantScaleImpl)
   using Options = ConstantScaleOptions;
   explicit ConstantScaleImpl(Options options);
   explicit ConstantScaleImpl(double scale) : ConstantScaleImpl(Options(scale)) {}

@@ -3,8 +3,8 @@
 #include <ATen/ops/ne.h>
 
 #include "ligature/kernels/dropout.h"
+#include "ligature/ops/checks.h"
 #include "ligature/ops/filled_context.h"
-#include "ligature/ops/prepare.h"
 
 namespace ligature {
 

@@ -24,6 +24,7 @@ struct DropoutOptions {
 /// ```
 class DropoutImpl : public Operation<DropoutImpl> {
  public:
+  LIGATURE_BUILTIN(DropoutImpl)
   using Options = DropoutOptions;
   explicit DropoutImpl(Options options);
   explicit DropoutImpl(double p) : DropoutImpl(Options(p)) {}

@@ -5,7 +5,7 @@
 #include <utility>
 #include <variant>
 
-#include "ligature/ops/prepare.h"
+#include "ligature/ops/checks.h"
 
 namespace ligature {
 

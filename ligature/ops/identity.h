@@ -17,6 +17,7 @@ struct IdentityOptions {
 /// ```
 class IdentityImpl : public Operation<IdentityImpl> {
  public:
+  LIGATURE_BUILTIN(IdentityImpl)
   using Options = IdentityOptions;
   explicit IdentityImpl(Options given = {}) : Operation("Identity"), options(given) {}
 

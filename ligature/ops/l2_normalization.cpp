@@ -4,8 +4,8 @@
 #include <cmath>
 
 #include "ligature/kernels/norm.h"
+#include "ligature/ops/checks.h"
 #include "ligature/ops/filled_context.h"
-#include "ligature/ops/prepare.h"
 
 namespace ligature {
 

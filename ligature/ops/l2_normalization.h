@@ -25,6 +25,7 @@ struct L2NormalizationOptions {
 /// ```
 class L2NormalizationImpl : public Operation<L2NormalizationImpl> {
  public:
+  LIGATURE_BUILTIN(L2NormalizationImpl)
   using Options = L2NormalizationOptions;
   explicit L2NormalizationImpl(Options options = {});
 

@@ -13,6 +13,7 @@ using LayerNormOptions = NormOptions;
 /// ```
 class LayerNormImpl : public Operation<LayerNormImpl, NormOperation> {
  public:
+  LIGATURE_BUILTIN(LayerNormImpl)
   explicit LayerNormImpl(Options given) : Operation("LayerNorm", std::move(given), true) {}
 
   kernels::NormForward forward(const Tensor& x, at::ArrayRef<Tensor> params,

@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "ligature/quantization/model_init.h"
+#include "ligature/recipes/model_init.h"
 
 namespace ligature {
 namespace {

@@ -33,6 +33,7 @@ struct LinearOptions : ParameterOptions {
 /// ```
 class LinearImpl : public FusedOperation {
  public:
+  LIGATURE_BUILTIN(LinearImpl)
   using Options = LinearOptions;
   explicit LinearImpl(Options options);
   LinearImpl(int64_t in_features, int64_t out_features)

@@ -3,7 +3,7 @@
 #include <ATen/ops/add.h>
 
 #include "ligature/ops/add_extra_input.h"
-#include "ligature/ops/prepare.h"
+#include "ligature/ops/checks.h"
 
 namespace ligature {
 

@@ -28,6 +28,7 @@ struct MakeExtraOutputOptions {
 /// ```
 class MakeExtraOutputImpl : public Operation<MakeExtraOutputImpl> {
  public:
+  LIGATURE_BUILTIN(MakeExtraOutputImpl)
   using Options = MakeExtraOutputOptions;
   explicit MakeExtraOutputImpl(Options given = {}) : Operation("MakeExtraOutput"), options(given) {}
 

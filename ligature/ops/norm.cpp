@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include "ligature/kernels/bias.h"
+#include "ligature/ops/checks.h"
 #include "ligature/ops/filled_context.h"
-#include "ligature/ops/prepare.h"
 
 namespace ligature {
 

@@ -1,8 +1,8 @@
 #include "ligature/ops/quantize.h"
 
-#include "ligature/backend/small_buffers.h"
+#include "ligature/kernels/small_buffers.h"
+#include "ligature/ops/checks.h"
 #include "ligature/ops/filled_context.h"
-#include "ligature/ops/prepare.h"
 
 namespace ligature {
 

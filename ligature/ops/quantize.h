@@ -24,6 +24,7 @@ struct QuantizeOptions {
 /// ```
 class QuantizeImpl : public Operation<QuantizeImpl> {
  public:
+  LIGATURE_BUILTIN(QuantizeImpl)
   using Options = QuantizeOptions;
   explicit QuantizeImpl(Options options = {});
 

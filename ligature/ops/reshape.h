@@ -24,6 +24,7 @@ struct ReshapeOptions {
 /// ```
 class ReshapeImpl : public Operation<ReshapeImpl> {
  public:
+  LIGATURE_BUILTIN(ReshapeImpl)
   using Options = ReshapeOptions;
   explicit ReshapeImpl(Options options);
 

@@ -1,6 +1,6 @@
 #include "ligature/ops/rms_norm.h"
 
-#include "ligature/ops/prepare.h"
+#include "ligature/ops/checks.h"
 
 namespace ligature {
 

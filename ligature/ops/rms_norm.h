@@ -15,6 +15,7 @@ using RMSNormOptions = NormOptions;
 /// ```
 class RMSNormImpl : public Operation<RMSNormImpl, NormOperation> {
  public:
+  LIGATURE_BUILTIN(RMSNormImpl)
   explicit RMSNormImpl(Options given) : Operation("RMSNorm", std::move(given), false) {}
 
   kernels::NormForward forward(const Tensor& x, at::ArrayRef<Tensor> params,

@@ -1,7 +1,7 @@
 #include "ligature/ops/scaled_activation.h"
 
+#include "ligature/ops/checks.h"
 #include "ligature/ops/filled_context.h"
-#include "ligature/ops/prepare.h"
 
 namespace ligature {
 

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "ligature/quantization/format.h"
+#include "ligature/format/format.h"
 
 namespace ligature::testing {
 

@@ -1,12 +1,10 @@
 #include "ligature/testing/direct.h"
 
-#include <ATen/autocast_mode.h>
-#include <ATen/ops/add.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
 #include "ligature/fuser/builtin_scope.h"
 #include "ligature/fuser/forward_run.h"
+#include "ligature/readable.h"
 #include "ligature/testing/compare.h"
 
 namespace ligature::testing {
@@ -21,56 +19,30 @@ DirectRun::DirectRun(std::shared_ptr<const Plan> plan, const Subject& subject, c
       call_(prepare_call(subject, *plan_->wiring, data, needs).call),
       grads_(plan_gradients(call_, *plan_->wiring, subject.ops.size())),
       contexts_(std::make_shared<Contexts>(subject.ops.size())),
-      args_(subject.ops.size()),
-      extra_inputs_(subject.ops.size()),
-      extra_outputs_(subject.ops.size()) {
-  const at::DeviceType device = data.input.device().type();
-  const size_t n = subject.ops.size();
-  for (size_t i = 0; i < n; ++i) {
-    OpArgs& args = args_[i];
-    args.params = subject_.params[i];
-    args.requires_grad = grads_.flags[i];
-    args.training = subject.training[i];
-    give_quantizers(*plan_, grads_.flags, i, args, (*contexts_)[i]);
-    if (at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device)) {
-      args.autocast_dtype = at::autocast::get_autocast_dtype(device);
-    }
-    (*contexts_)[i].requires_grad = grads_.flags[i];
-  }
+      extra_inputs_(subject.ops.size()) {
+  call_.autocast_dtype = autocast_dtype(data.input.device());
+  call_.observer = {std::shared_ptr<void>(), this};  // it lives as long as the call
 }
 
 void DirectRun::forward() {
   at::NoGradGuard no_grad;
   seed_device(data_.input.device(), seed_);
-  Value x = call_.input;
-  for (const auto& op : subject_.ops) op->pre_fuser_forward(args_.back().requires_grad.op);
-  for (const PlanStep& step : plan_->forward) {
-    std::vector<OperationContext*> ctxs;
-    for (size_t i = step.first; i < step.first + step.count; ++i) {
-      for (const Wiring::Input& slot : plan_->wiring->inputs[i]) {
-        const bool inside = slot.caller == Wiring::kNone && slot.producer >= step.first;
-        extra_inputs_[i].push_back(inside ? Tensor()
-                                   : slot.caller != Wiring::kNone
-                                       ? call_.extra_inputs[slot.caller]
-                                       : extra_outputs_[slot.producer][slot.output]);
-      }
-      args_[i].extra_inputs = extra_inputs_[i];
-      ctxs.push_back(&(*contexts_)[i]);
-    }
-    inputs[step.first] = ValueMeta::of(x);
-    const ArgsList args = at::ArrayRef(args_).slice(step.first, step.count);
-    StepScope scope(*step.op);
-    if (before_step) before_step(step, x, args);
-    FuserForwardResult result = step.op->fuser_forward(ctxs, x, args);
-    for (size_t k = 0; k < step.count; ++k) {
-      std::vector<Tensor>& outputs = extra_outputs_[step.first + k];
-      if (k < result.extra_outputs.size()) outputs = std::move(result.extra_outputs[k]);
-      outputs.resize(plan_->wiring->outputs[step.first + k].size());
-    }
-    complete_contexts(*plan_, step, *contexts_, args_);
-    x = std::move(result.output);
+  ForwardRun run(*plan_, call_, grads_, *contexts_);
+  output_dtype_ = run.run(nullptr).dtype();
+  extra_outputs_ = run.extra_outputs();
+  extra_outputs_.resize(subject_.ops.size());
+  shapes_ = run.shapes();
+}
+
+const kernels::KernelLog* DirectRun::before_forward(size_t index, const Value& input,
+                                                    ArgsList args) {
+  const PlanStep& step = plan_->forward[index];
+  inputs[step.first] = ValueMeta::of(input);
+  for (size_t k = 0; k < step.count; ++k) {
+    extra_inputs_[step.first + k] = args[k].extra_inputs.vec();
   }
-  output_dtype_ = x.dtype();
+  if (before_step) before_step(step, input, args);
+  return nullptr;
 }
 
 namespace {
@@ -95,6 +67,20 @@ std::vector<SavedCopy> copies_of_saved(const Contexts& contexts, const Subject& 
   return out;
 }
 
+/// What forward left in the contexts, given to every step of backward.
+class SavedByForward final : public SavedValues {
+ public:
+  explicit SavedByForward(Contexts& contexts) : contexts_(contexts) {
+    for (const OperationContext& ctx : contexts) saved_.push_back(ctx.saved());
+  }
+  void unpack(size_t op) override { contexts_[op].save_for_backward(saved_[op]); }
+  void used(size_t, size_t) override {}
+
+ private:
+  Contexts& contexts_;
+  std::vector<std::vector<Value>> saved_;
+};
+
 }  // namespace
 
 void DirectRun::backward() {
@@ -102,60 +88,39 @@ void DirectRun::backward() {
   const size_t n = subject_.ops.size();
   if (grads_.first_backward_op >= n) return;
   const auto copies = copies_of_saved(*contexts_, subject_);
-  std::vector<std::vector<Tensor>> grad_extra_outputs(n);
-  for (size_t op = 0; op < n; ++op) {
-    for (const Wiring::Output& slot : plan_->wiring->outputs[op]) {
-      const bool given = slot.caller != Wiring::kNone && op >= grads_.first_backward_op;
-      grad_extra_outputs[op].emplace_back();
-      if (!given) continue;
-      const Tensor& output = extra_outputs_[op][grad_extra_outputs[op].size() - 1];
-      LIGATURE_CHECK_STATE(output.defined(), "extra output ", grad_extra_outputs[op].size() - 1,
-                           " of ", place(plan_->basic_ops, op), " is missing");
-      grad_extra_outputs[op].back() =
-          data_.grad_outputs[1 + slot.caller].to(output.scalar_type(), false, /*copy=*/true);
+  std::vector<Tensor> caller_grads(plan_->wiring->caller_outputs.size());
+  for (size_t op = grads_.first_backward_op; op < n; ++op) {
+    for (size_t j = 0; j < plan_->wiring->outputs[op].size(); ++j) {
+      const size_t caller = plan_->wiring->outputs[op][j].caller;
+      if (caller == Wiring::kNone) continue;
+      const Tensor& output = extra_outputs_[op][j];
+      LIGATURE_CHECK_STATE(output.defined(), "extra output ", j, " of ",
+                           place(plan_->basic_ops, op), " is missing");
+      caller_grads[caller] =
+          data_.grad_outputs[1 + caller].to(output.scalar_type(), false, /*copy=*/true);
     }
   }
-  Value dy = data_.grad_outputs[0].to(output_dtype_, false, /*copy=*/true);
-  for (size_t s = plan_->backward.size(); s-- > 0;) {
-    const PlanStep& step = plan_->backward[s];
-    const size_t end = step.first + step.count;
-    if (end <= grads_.first_backward_op) break;
-    std::vector<OperationContext*> ctxs;
-    for (size_t op = step.first; op < end; ++op) {
-      check_usable((*contexts_)[op]);
-      ctxs.push_back(&(*contexts_)[op]);
-      for (size_t j = 0; step.op->is_guest() && j < grad_extra_outputs[op].size(); ++j) {
-        Tensor& grad = grad_extra_outputs[op][j];
-        const Tensor& output = extra_outputs_[op][j];
-        if (!grad.defined() && output.defined()) grad = at::zeros_like(output);
-      }
-    }
-    StepGradients given{
-        step, dy, {grad_extra_outputs.begin() + step.first, grad_extra_outputs.begin() + end}, {}};
-    {
-      StepScope scope(*step.op);
-      given.result = step.op->fuser_backward(ctxs, dy, given.grad_extra_outputs);
-    }
-    FuserBackwardResult& result = given.result;
-    result.grad_params.resize(step.count);
-    result.grad_extra_inputs.resize(step.count);
-    for (size_t k = 0; k < step.count; ++k) {
-      const auto& slots = plan_->wiring->inputs[step.first + k];
-      for (size_t j = 0; j < slots.size() && j < result.grad_extra_inputs[k].size(); ++j) {
-        const Tensor& grad = result.grad_extra_inputs[k][j];
-        if (slots[j].caller != Wiring::kNone || !grad.defined()) continue;
-        if (slots[j].producer >= step.first) continue;  // inside the step
-        Tensor& sum = grad_extra_outputs[slots[j].producer][slots[j].output];
-        sum = sum.defined() ? at::add(sum, grad) : grad;
-      }
-    }
-    dy = result.grad_input;
-    backward_steps.push_back(std::move(given));
-    if (!dy.defined()) break;  // complained of where one is needed
-  }
+  const BackwardNeed need =
+      BackwardNeed::of(*plan_, *contexts_, call_.param_offsets, [](size_t) { return true; });
+  SavedByForward saved(*contexts_);
+  BackwardRun run({*plan_, *contexts_, call_.param_offsets, shapes_, saved, this}, need);
+  run.run(data_.grad_outputs[0].to(output_dtype_, false, /*copy=*/true), std::move(caller_grads));
   for (const SavedCopy& copy : copies) {
     if (!same_bits(copy.saved, copy.before)) overwritten.push_back(copy.what);
   }
+}
+
+const kernels::KernelLog* DirectRun::before_backward(size_t index, const Value& grad_output,
+                                                     GradList grad_extra_outputs) {
+  backward_steps.push_back({plan_->backward[index], grad_output, grad_extra_outputs.vec(), {}});
+  return nullptr;
+}
+
+void DirectRun::after_backward(const PlanStep& step, size_t, const FuserBackwardResult& result) {
+  FuserBackwardResult& kept = backward_steps.back().result;
+  kept = result;
+  kept.grad_params.resize(step.count);
+  kept.grad_extra_inputs.resize(step.count);
 }
 
 namespace {

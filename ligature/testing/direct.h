@@ -1,5 +1,5 @@
-// The steps of a plan called one by one, without the executor and autograd: shows what is in the
-// contexts, and the gradients of each step before autograd casts, expands or drops them.
+// A plan run forward and backward without autograd: shows what is in the contexts, and the
+// gradients of each step before autograd casts, expands or drops them.
 #pragma once
 
 #include <functional>
@@ -8,11 +8,12 @@
 #include <string>
 #include <vector>
 
+#include "ligature/fuser/backward_run.h"
 #include "ligature/testing/run.h"
 
 namespace ligature::testing {
 
-class DirectRun {
+class DirectRun : private RunObserver {
  public:
   DirectRun(std::shared_ptr<const Plan> plan, const Subject& subject, const Data& data,
             const Needs& needs, uint64_t seed);
@@ -42,6 +43,12 @@ class DirectRun {
   std::vector<std::string> overwritten;
 
  private:
+  const kernels::KernelLog* before_forward(size_t step, const Value& input, ArgsList args) override;
+  const kernels::KernelLog* before_backward(size_t step, const Value& grad_output,
+                                            GradList grad_extra_outputs) override;
+  void after_backward(const PlanStep& step, size_t index,
+                      const FuserBackwardResult& result) override;
+
   std::shared_ptr<const Plan> plan_;
   const Subject& subject_;
   const Data& data_;
@@ -49,9 +56,9 @@ class DirectRun {
   Call call_;
   GradPlan grads_;
   std::shared_ptr<Contexts> contexts_;
-  std::vector<OpArgs> args_;
   std::vector<std::vector<Tensor>> extra_inputs_;
   std::vector<std::vector<Tensor>> extra_outputs_;
+  ForwardShapes shapes_;
   at::ScalarType output_dtype_ = at::kFloat;
 };
 

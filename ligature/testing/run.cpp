@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "ligature/fuser/builtin_scope.h"
+#include "ligature/recipes/recipe.h"
 #include "ligature/testing/compare.h"
 
 namespace ligature::testing {

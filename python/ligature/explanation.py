@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import _C
-from ._checks import listed
+from ._arguments import listed
 
 __all__ = ["Explanation", "PlanDiff", "explain", "strict"]
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from . import _C
-from .ops.builtin import default_device
-from .ops.composite import asking_for_composites
+from ._arguments import default_device
+from .ops._composite import asking_for_composites
 from .ops.fuser import Fusion
 from .ops.fusible import FusibleOperation
 from .quantization.recipe import Recipe

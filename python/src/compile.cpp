@@ -4,8 +4,8 @@
 
 #include "bindings.h"
 #include "host.h"
+#include "ligature/base/modes.h"
 #include "ligature/compile/flat.h"
-#include "ligature/modes.h"
 #include "plain.h"
 
 namespace ligature::python {

@@ -2,7 +2,7 @@
 #include "ligature/config.h"
 
 #include "bindings.h"
-#include "ligature/backend/cuda/launch_scope.h"
+#include "ligature/kernels/launches.h"
 
 namespace ligature::python {
 namespace {
@@ -43,7 +43,7 @@ void bind_config(py::module_& m) {
   m.def("config_text", [] { return config_text(); });
   m.def("set_launch_graphs", &set_launch_graphs);
   m.def("launch_counts", [] {
-    const cuda::LaunchCounts counts = cuda::launch_counts();
+    const kernels::LaunchCounts counts = kernels::launch_counts();
     return py::dict("graphs"_a = counts.graphs, "replayed"_a = counts.replayed,
                     "single"_a = counts.single);
   });

@@ -1,5 +1,5 @@
 // Explanations and strictness in Python.
-#include "ligature/fuser/explain.h"
+#include "ligature/explain/explain.h"
 
 #include <memory>
 

@@ -9,8 +9,9 @@
 #include "collected.h"
 #include "guest.h"
 #include "host.h"
+#include "ligature/base/modes.h"
 #include "ligature/compile/flat.h"
-#include "ligature/modes.h"
+#include "ligature/explain/explain.h"
 #include "odd_tensors.h"
 
 namespace ligature::python {
@@ -288,7 +289,7 @@ class PythonFuser {
     return made;
   }
 
-  static py::module_ views() { return py::module_::import("ligature.ops.watched"); }
+  static py::module_ views() { return py::module_::import("ligature.ops._traced.watched"); }
 
   /// NotImplemented where it cannot be, and need not be, one call that modes see.
   py::object run_watched_by_modes(const py::handle& self, const py::handle& input,

@@ -1,8 +1,8 @@
 // What ligature.make_graphed_callables needs of the core.
 #include "bindings.h"
 #include "host.h"
-#include "ligature/quantization/captured_part.h"
-#include "ligature/quantization/op_quantization.h"
+#include "ligature/op_quantization.h"
+#include "ligature/recipes/graphed_segment.h"
 
 namespace ligature::python {
 

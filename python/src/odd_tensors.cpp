@@ -6,7 +6,7 @@
 namespace ligature::python {
 namespace {
 
-py::object module() { return py::module_::import("ligature.ops.odd_tensors"); }
+py::object module() { return py::module_::import("ligature.ops._traced.odd_tensors"); }
 
 std::optional<TensorClass> class_of(const at::Tensor& tensor) {
   return with_python([&]() -> std::optional<TensorClass> {

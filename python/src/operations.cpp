@@ -5,12 +5,12 @@
 
 #include "bindings.h"
 #include "host.h"
-#include "ligature/fused/builtin_fusions.h"
 #include "ligature/fuser/backward_run.h"
 #include "ligature/fuser/builtin_scope.h"
+#include "ligature/fuser/registry.h"
 #include "ligature/ops/basic_linear.h"
-#include "ligature/quantization/autocast.h"
 #include "ligature/readable.h"
+#include "ligature/recipes/autocast.h"
 
 namespace ligature::python {
 namespace {

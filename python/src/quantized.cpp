@@ -6,11 +6,11 @@
 
 #include "bindings.h"
 #include "guest.h"
-#include "ligature/backend/cuda/gemm.h"
+#include "ligature/format/format_fields.h"
+#include "ligature/kernels/quantized_gemm.h"
 #include "ligature/meta.h"
-#include "ligature/quantization/format_fields.h"
-#include "ligature/quantization/quantized_parts.h"
-#include "ligature/quantization/weights.h"
+#include "ligature/quantized/quantized_parts.h"
+#include "ligature/recipes/weights.h"
 
 namespace ligature::python {
 namespace {
@@ -230,7 +230,7 @@ void bind_tensor(py::module_& m) {
   m.def(
       "has_products_of",
       [](const py::dict& fields, at::Device device) {
-        return cuda::has_products_of(Quantizer(format_from(fields)).format_tag(), device);
+        return kernels::has_quantized_gemm(Quantizer(format_from(fields)).format_tag(), device);
       },
       py::arg("format"), py::arg("device"));
   m.def("make_quantized", &make_quantized, py::arg("format"), py::arg("sizes"), py::arg("dtype"),

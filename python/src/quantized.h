@@ -3,8 +3,8 @@
 
 #include <memory>
 
-#include "ligature/quantization/json_value.h"
-#include "ligature/quantization/quantizer.h"
+#include "ligature/base/json_value.h"
+#include "ligature/quantized/quantizer.h"
 #include "plain.h"
 
 namespace ligature::python {

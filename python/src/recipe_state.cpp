@@ -2,10 +2,10 @@
 // copies and checkpoints, and weights that are kept in low precision.
 #include "bindings.h"
 #include "host.h"
-#include "ligature/quantization/autocast.h"
-#include "ligature/quantization/checkpoint.h"
-#include "ligature/quantization/model_init.h"
-#include "ligature/quantization/weights.h"
+#include "ligature/recipes/autocast.h"
+#include "ligature/recipes/checkpoint.h"
+#include "ligature/recipes/model_init.h"
+#include "ligature/recipes/weights.h"
 #include "quantized.h"
 #include "recipes.h"
 

@@ -6,8 +6,8 @@
 
 #include "bindings.h"
 #include "guest.h"
-#include "ligature/quantization/autocast.h"
-#include "ligature/quantization/model_init.h"
+#include "ligature/recipes/autocast.h"
+#include "ligature/recipes/model_init.h"
 #include "quantized.h"
 
 namespace ligature::python {

@@ -1,7 +1,7 @@
 // Recipes as Python objects.
 #pragma once
 
-#include "ligature/quantization/op_quantization.h"
+#include "ligature/op_quantization.h"
 #include "plain.h"
 
 namespace ligature::python {

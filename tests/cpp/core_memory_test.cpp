@@ -135,11 +135,13 @@ TEST(Memory, WhatAnOperationLendsIsLeftAlone) {
   EXPECT_EQ(lender->memory, std::vector<float>(64, 0.5f));
 }
 
-/// A context whose owner lets go of everything.
-struct Owner : SavedOwner {
-  explicit Owner(Contexts& contexts) : all(contexts) { all.owner = this; }
-  virtual ~Owner() { all.owner = nullptr; }
-  bool let_go(const OperationContext&, size_t, bool& internal) override {
+/// Releases every saved value.
+struct Holder : SavedValues {
+  explicit Holder(Contexts& contexts) : all(contexts) { all.holder = this; }
+  virtual ~Holder() { all.holder = nullptr; }
+  void unpack(size_t) override {}
+  void used(size_t, size_t) override {}
+  bool try_release(const OperationContext&, size_t, bool& internal) override {
     internal = inside;
     return true;
   }
@@ -152,21 +154,21 @@ TEST(Memory, OnlyWhatNothingElseHoldsMayBeOverwritten) {
   OperationContext& ctx = (*contexts)[0];
   const auto may_overwrite = [&](const Tensor& saved) {
     ctx.save_for_backward({saved});
-    return ctx.take_saved(0).may_overwrite;
+    return ctx.release_saved(0).may_overwrite;
   };
   const auto fresh = [&] {
     ctx.save_for_backward({torch::randn({4})});
-    return ctx.take_saved(0);
+    return ctx.release_saved(0);
   };
-  EXPECT_FALSE(fresh().may_overwrite) << "nobody lets go";
+  EXPECT_FALSE(fresh().may_overwrite) << "nobody releases it";
   EXPECT_TRUE(ctx.saved_value(0).defined()) << "and so it is still there";
-  Owner owner(*contexts);
+  Holder holder(*contexts);
   EXPECT_TRUE(fresh().may_overwrite);
   EXPECT_FALSE(ctx.saved_value(0).defined());
   const Tensor held = torch::randn({4});
   EXPECT_FALSE(may_overwrite(held)) << "somebody holds the tensor";
   EXPECT_FALSE(may_overwrite(held.view({2, 2}))) << "somebody holds another view";
-  owner.inside = false;
+  holder.inside = false;
   EXPECT_FALSE(fresh().may_overwrite) << "it came from outside";
 }
 

@@ -5,7 +5,7 @@
 
 #include "device.h"
 #include "fused_test_support.h"
-#include "ligature/backend/small_buffers.h"
+#include "ligature/kernels/small_buffers.h"
 
 using namespace ligature;
 

@@ -7,15 +7,16 @@
 #include "cuda_test_support.h"
 #include "ligature/backend/cuda/gated_linear.h"
 #include "ligature/kernels/log.h"
-#include "ligature/quantization/gemm.h"
-#include "ligature/quantization/quantizer.h"
+#include "ligature/kernels/quantized_gemm.h"
+#include "ligature/quantized/quantizer.h"
+#include "ligature/value.h"
 #include "quantize_test_support.h"
 
 namespace cuda = ligature::cuda;
+using kernels::Accumulation;
 using kernels::ActivationKind;
 using kernels::ActivationSpec;
-using ligature::Accumulation;
-using ligature::ProductArgs;
+using kernels::ProductArgs;
 using ligature::Quantizer;
 using ligature::Usage;
 using ligature::Value;
@@ -65,9 +66,9 @@ void compare(const Value& x, const Value& w, const ActivationSpec& spec, const F
              Orientations wanted, const std::string& where) {
   const QuantizeArgs to = gpu_args(format, wanted.rowwise, wanted.columnwise);
   const QuantizeArgs own = gpu_args(format, wanted.rowwise, wanted.columnwise);
-  const Tensor z = ligature::quantized_linear_forward(x, w, to_bfloat16());
+  const Tensor z = kernels::quantized_linear_forward(x, w, to_bfloat16());
   const QuantizedPair a = kernels::activation_forward_quantize(z, spec, {}, to);
-  const auto got = ligature::quantized_linear_gated_forward(x, w, to_bfloat16(), spec, own, true);
+  const auto got = kernels::quantized_linear_gated_forward(x, w, to_bfloat16(), spec, own, true);
   EXPECT_TRUE(got.z.isnan().equal(z.isnan())) << where << " z: NaN";
   expect_same_bits(got.z.nan_to_num(), z.nan_to_num(), where + " z");
   expect_same_matrix(got.a.rowwise, a.rowwise, where + " by rows");
@@ -124,8 +125,8 @@ TEST_F(CudaGatedCodes, IsCloseToFloat64) {
   for (const int64_t k : {128, 4096}) {
     const Value x = codes(random({272, k}));
     const Value w = codes(random({512, k}, 1.0 / std::sqrt(static_cast<double>(k))));
-    const auto got = ligature::quantized_linear_gated_forward(x, w, to_bfloat16(), kSwiGLU,
-                                                              gpu_args(kCurrent), true);
+    const auto got = kernels::quantized_linear_gated_forward(x, w, to_bfloat16(), kSwiGLU,
+                                                             gpu_args(kCurrent), true);
     const Tensor z =
         x.quantized()->dequantize(at::kDouble).mm(w.quantized()->dequantize(at::kDouble).t());
     const Tensor gates = z.narrow(1, 0, 256), linear = z.narrow(1, 256, 256);
@@ -154,14 +155,14 @@ TEST_F(CudaGatedCodes, NaNAndInfinityAreThoseOfTwoKernels) {
 TEST_F(CudaGatedCodes, KeepsTheDimensionsInFrontAndLeavesZOut) {
   const Tensor x = random({4, 8, 128});
   const Value q = codes(x), w = codes(random({256, 128}));
-  const auto got = ligature::quantized_linear_gated_forward(q, w, to_bfloat16(), kSwiGLU,
-                                                            gpu_args(kDelayed), true);
+  const auto got = kernels::quantized_linear_gated_forward(q, w, to_bfloat16(), kSwiGLU,
+                                                           gpu_args(kDelayed), true);
   EXPECT_EQ(got.z.sizes(), at::IntArrayRef({4, 8, 256}));
   for (const Format& format : {kDelayed, kCurrent}) {
-    const auto with = ligature::quantized_linear_gated_forward(q, w, to_bfloat16(), kSwiGLU,
-                                                               gpu_args(format), true);
-    const auto without = ligature::quantized_linear_gated_forward(q, w, to_bfloat16(), kSwiGLU,
-                                                                  gpu_args(format), false);
+    const auto with = kernels::quantized_linear_gated_forward(q, w, to_bfloat16(), kSwiGLU,
+                                                              gpu_args(format), true);
+    const auto without = kernels::quantized_linear_gated_forward(q, w, to_bfloat16(), kSwiGLU,
+                                                                 gpu_args(format), false);
     EXPECT_FALSE(without.z.defined());
     expect_same_matrix(without.a.rowwise, with.a.rowwise, describe(format));
     expect_same_matrix(without.a.columnwise, with.a.columnwise, describe(format));
@@ -172,9 +173,9 @@ TEST_F(CudaGatedCodes, DoesNotNoteWhatIsNotAsked) {
   QuantizeArgs to = gpu_args(kDelayed);
   to.amax = Tensor();
   const Value x = codes(random({32, 128})), w = codes(random({256, 128}));
-  const auto got = ligature::quantized_linear_gated_forward(x, w, to_bfloat16(), kSwiGLU, to, true);
-  const auto noted = ligature::quantized_linear_gated_forward(x, w, to_bfloat16(), kSwiGLU,
-                                                              gpu_args(kDelayed), true);
+  const auto got = kernels::quantized_linear_gated_forward(x, w, to_bfloat16(), kSwiGLU, to, true);
+  const auto noted = kernels::quantized_linear_gated_forward(x, w, to_bfloat16(), kSwiGLU,
+                                                             gpu_args(kDelayed), true);
   expect_same_matrix(got.a.rowwise, noted.a.rowwise, "by rows");
   expect_same_matrix(got.a.columnwise, noted.a.columnwise, "by columns");
 }
@@ -188,10 +189,10 @@ TEST_F(CudaGatedCodes, MoreThanTwoToThe31Elements) {
   const auto by_one = ligature::make_delayed_quantizer(Element::E4M3, 1, kGpu);
   const Value all = by_one->quantize(x, kRows);
   const Value last = by_one->quantize(x.narrow(0, rows - few, few).contiguous(), kRows);
-  const auto got = ligature::quantized_linear_gated_forward(all, w, to_bfloat16(), kSwiGLU,
-                                                            gpu_args(kDelayed), true);
-  const auto wanted = ligature::quantized_linear_gated_forward(last, w, to_bfloat16(), kSwiGLU,
-                                                               gpu_args(kDelayed), true);
+  const auto got = kernels::quantized_linear_gated_forward(all, w, to_bfloat16(), kSwiGLU,
+                                                           gpu_args(kDelayed), true);
+  const auto wanted = kernels::quantized_linear_gated_forward(last, w, to_bfloat16(), kSwiGLU,
+                                                              gpu_args(kDelayed), true);
   expect_same_bits(got.z.narrow(0, rows - few, few), wanted.z, "z");
   EXPECT_TRUE(got.a.rowwise.data.narrow(0, rows - few, few).equal(wanted.a.rowwise.data));
   EXPECT_TRUE(got.a.columnwise.data.narrow(1, rows - few, few).equal(wanted.a.columnwise.data));
@@ -213,12 +214,12 @@ TEST_F(CudaGatedCodes, TakesWhatItsKernelsRead) {
   EXPECT_FALSE(takes(blocks, w));
   ProductArgs split = to_bfloat16();
   split.accumulation = Accumulation::Split;
-  EXPECT_FALSE(ligature::runs_quantized_gated(x, w, split, kSwiGLU, kDelayed));
+  EXPECT_FALSE(kernels::quantized_gated_pays(x, w, split, kSwiGLU, kDelayed));
   EXPECT_THROW(
-      ligature::quantized_linear_gated_forward(x, w, split, kSwiGLU, gpu_args(kDelayed), true),
+      kernels::quantized_linear_gated_forward(x, w, split, kSwiGLU, gpu_args(kDelayed), true),
       c10::ValueError);
-  EXPECT_THROW(ligature::quantized_linear_gated_forward(blocks, w, to_bfloat16(), kSwiGLU,
-                                                        gpu_args(kDelayed), true),
+  EXPECT_THROW(kernels::quantized_linear_gated_forward(blocks, w, to_bfloat16(), kSwiGLU,
+                                                       gpu_args(kDelayed), true),
                c10::ValueError);
 }
 
@@ -226,8 +227,8 @@ TEST_F(CudaGatedCodes, RunsWhereItPays) {
   const auto runs = [](int64_t rows, int64_t k, int64_t units, Accumulation accumulation) {
     ProductArgs args = to_bfloat16();
     args.accumulation = accumulation;
-    return ligature::runs_quantized_gated(codes(random({rows, k})), codes(random({2 * units, k})),
-                                          args, kSwiGLU, kDelayed);
+    return kernels::quantized_gated_pays(codes(random({rows, k})), codes(random({2 * units, k})),
+                                         args, kSwiGLU, kDelayed);
   };
   EXPECT_TRUE(runs(4096, 4096, 14336, Accumulation::Fast));
   EXPECT_TRUE(runs(2048, 1024, 2816, Accumulation::Default));
@@ -238,7 +239,7 @@ TEST_F(CudaGatedCodes, RunsWhereItPays) {
 TEST_F(CudaGatedCodes, NotesItself) {
   const Value x = codes(random({16, 128})), w = codes(random({256, 128}));
   kernels::KernelLog log(at::kCUDA);
-  ligature::quantized_linear_gated_forward(x, w, to_bfloat16(), kSwiGLU, gpu_args(kDelayed), true);
+  kernels::quantized_linear_gated_forward(x, w, to_bfloat16(), kSwiGLU, gpu_args(kDelayed), true);
   bool noted = false;
   for (const auto& call : log.take()) {
     noted = noted || (call.name == "linear_gated_forward_quantize" &&
@@ -250,9 +251,9 @@ TEST_F(CudaGatedCodes, NotesItself) {
 TEST(GatedCodes, RefusesTheCPU) {
   const Tensor x = at::randn({16, 128}, at::kBFloat16), w = at::randn({256, 128}, at::kBFloat16);
   const Value xq = codes(x), wq = codes(w);
-  EXPECT_FALSE(ligature::runs_quantized_gated(xq, wq, to_bfloat16(), kSwiGLU, kDelayed));
-  EXPECT_THROW(ligature::quantized_linear_gated_forward(xq, wq, to_bfloat16(), kSwiGLU,
-                                                        args_of(kDelayed), true),
+  EXPECT_FALSE(kernels::quantized_gated_pays(xq, wq, to_bfloat16(), kSwiGLU, kDelayed));
+  EXPECT_THROW(kernels::quantized_linear_gated_forward(xq, wq, to_bfloat16(), kSwiGLU,
+                                                       args_of(kDelayed), true),
                c10::ValueError);
 }
 

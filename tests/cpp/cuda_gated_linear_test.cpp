@@ -5,10 +5,9 @@
 #include <limits>
 #include <utility>
 
+#include "cuda_gemm_support.h"
 #include "cuda_test_support.h"
 #include "ligature/backend/aten/activation.h"
-#include "ligature/backend/cuda/gated_linear.h"
-#include "ligature/kernels/gated_linear.h"
 #include "ligature/kernels/gemm.h"
 #include "ligature/kernels/log.h"
 
@@ -81,7 +80,7 @@ TEST_F(CudaGatedLinear, ForwardHasTheBitsOfTwoKernels) {
     const Tensor x = exact({s.rows, s.k}), w = exact({2 * s.units, s.k}, 5);
     const Tensor z = kernels::linear_forward(x, w);
     spoil_free_memory(s.rows * 2 * s.units);
-    const auto got = kernels::linear_gated_forward(x, w, spec);
+    const auto got = gated_forward(x, w, spec);
     expect_same_bits(got.z, z, s.where(spec) + " z");
     expect_same_bits(got.a, kernels::activation_forward(z, spec), s.where(spec) + " a");
   });
@@ -91,7 +90,7 @@ TEST_F(CudaGatedLinear, ForwardIsCloseToFloat64) {
   for_each_size(kColumns, [](const Sizes& s, const ActivationSpec& spec) {
     const double scale = 1.0 / std::sqrt(static_cast<double>(s.k));
     const Tensor x = random({s.rows, s.k}), w = random({2 * s.units, s.k}, scale);
-    const auto got = kernels::linear_gated_forward(x, w, spec);
+    const auto got = gated_forward(x, w, spec);
     const Tensor z = x.to(at::kDouble).mm(w.to(at::kDouble).t());
     expect_close(got.z, z, at::kBFloat16, s.where(spec) + " z");
     expect_same_bits(got.a, kernels::activation_forward(got.z, spec), s.where(spec) + " a");
@@ -108,13 +107,13 @@ TEST_F(CudaGatedLinear, BackwardHasTheBitsOfTwoKernels) {
     for (const bool need_a : {false, true}) {
       const std::string where = s.where(spec) + (need_a ? " with a" : "");
       spoil_free_memory(s.rows * 2 * s.units);
-      const auto got = kernels::linear_gated_backward(dy, w, z, spec, need_a, false);
+      const auto got = gated_backward(dy, w, z, spec, need_a, false);
       expect_same_bits(got.dz, dz, where + " dz");
       expect_same_bits(got.a, need_a ? a : Tensor(), where + " a");
       expect_same_bits(z, z_before, where + " z");
 
       const Tensor taken = z.clone();
-      const auto over = kernels::linear_gated_backward(dy, w, taken, spec, need_a, true);
+      const auto over = gated_backward(dy, w, taken, spec, need_a, true);
       EXPECT_EQ(over.dz.const_data_ptr(), taken.const_data_ptr()) << where;
       expect_same_bits(over.dz, dz, where + " dz over z");
       expect_same_bits(over.a, need_a ? a : Tensor(), where + " a, dz over z");
@@ -127,7 +126,7 @@ TEST_F(CudaGatedLinear, BackwardIsCloseToFloat64) {
     const double scale = 1.0 / std::sqrt(static_cast<double>(s.k));
     const Tensor dy = random({s.rows, s.k}), w = random({s.k, s.units}, scale);
     const Tensor z = random({s.rows, 2 * s.units});
-    const auto got = kernels::linear_gated_backward(dy, w, z, spec, false, false);
+    const auto got = gated_backward(dy, w, z, spec, false, false);
     const Tensor da = dy.to(at::kDouble).mm(w.to(at::kDouble));
     const Tensor dz = aten::activation_backward(da, z.to(at::kDouble), spec, {}, false, false).dx;
     expect_close(got.dz, dz, at::kBFloat16, s.where(spec) + " dz");
@@ -136,28 +135,26 @@ TEST_F(CudaGatedLinear, BackwardIsCloseToFloat64) {
 
 TEST_F(CudaGatedLinear, KeepsTheDimensionsInFront) {
   const Tensor x = exact({3, 5, 64}), w = exact({256, 64}, 2);
-  const auto forward = kernels::linear_gated_forward(x, w, kSwiGLU);
+  const auto forward = gated_forward(x, w, kSwiGLU);
   expect_same_bits(forward.z, kernels::linear_forward(x, w), "z");
   expect_same_bits(forward.a, kernels::activation_forward(forward.z, kSwiGLU), "a");
   const Tensor w2 = exact({64, 256}, 2), z = random({3, 5, 512});
-  const auto backward = kernels::linear_gated_backward(x, w2, z, kSwiGLU, true, false);
+  const auto backward = gated_backward(x, w2, z, kSwiGLU, true, false);
   const Tensor da = kernels::linear_input_grad(x, w2);
   expect_same_bits(backward.dz, kernels::activation_backward(da, z, kSwiGLU).dx, "dz");
   expect_same_bits(backward.a, kernels::activation_forward(z, kSwiGLU), "a");
   const Tensor row = exact({64});
-  expect_same_bits(kernels::linear_gated_forward(row, w, kSwiGLU).z,
-                   kernels::linear_forward(row, w), "one row");
+  expect_same_bits(gated_forward(row, w, kSwiGLU).z, kernels::linear_forward(row, w), "one row");
 }
 
 TEST_F(CudaGatedLinear, ReadsZWhereverItLies) {
   const Tensor dy = exact({200, 64}), w = exact({64, 256}, 2), z = random({200, 512});
-  const Tensor dz = kernels::linear_gated_backward(dy, w, z, kSwiGLU, false, false).dz;
+  const Tensor dz = gated_backward(dy, w, z, kSwiGLU, false, false).dz;
   const Tensor turned = z.t().contiguous().t();
   for (const bool over_z : {false, true}) {
     for (const Tensor& other : {unaligned(z), turned}) {
       const Tensor before = other.clone();
-      expect_same_bits(kernels::linear_gated_backward(dy, w, other, kSwiGLU, false, over_z).dz, dz,
-                       "dz");
+      expect_same_bits(gated_backward(dy, w, other, kSwiGLU, false, over_z).dz, dz, "dz");
       expect_same_bits(other, before, "z");
     }
   }
@@ -166,10 +163,10 @@ TEST_F(CudaGatedLinear, ReadsZWhereverItLies) {
 TEST_F(CudaGatedLinear, NaNAndInfinityStayInTheirRow) {
   Tensor x = exact({130, 64});
   const Tensor w = exact({256, 64}, 2);
-  const auto wanted = kernels::linear_gated_forward(x, w, kSwiGLU);
+  const auto wanted = gated_forward(x, w, kSwiGLU);
   x[129][3] = std::numeric_limits<double>::quiet_NaN();
   x[7][0] = std::numeric_limits<double>::infinity();
-  const auto got = kernels::linear_gated_forward(x, w, kSwiGLU);
+  const auto got = gated_forward(x, w, kSwiGLU);
   EXPECT_TRUE(got.z[129].isnan().all().item<bool>());
   EXPECT_TRUE(got.a[129].isnan().all().item<bool>());
   EXPECT_FALSE(got.z[7].isfinite().any().item<bool>());
@@ -181,14 +178,14 @@ TEST_F(CudaGatedLinear, MoreThanTwoToThe31Elements) {
   const int64_t rows = 70000, units = 16384, k = 64, few = 200;
   const Tensor x = exact({rows, k}), w = exact({2 * units, k}, 2);
   const Tensor last = x.narrow(0, rows - few, few).contiguous();
-  auto forward = kernels::linear_gated_forward(x, w, kSwiGLU);
-  const auto wanted = kernels::linear_gated_forward(last, w, kSwiGLU);
+  auto forward = gated_forward(x, w, kSwiGLU);
+  const auto wanted = gated_forward(last, w, kSwiGLU);
   expect_same_bits(forward.z.narrow(0, rows - few, few), wanted.z, "z");
   expect_same_bits(forward.a.narrow(0, rows - few, few), wanted.a, "a");
   forward.a.reset();
   const Tensor w2 = exact({k, units}, 2);
-  const auto backward = kernels::linear_gated_backward(x, w2, forward.z, kSwiGLU, true, true);
-  const auto few_wanted = kernels::linear_gated_backward(last, w2, wanted.z, kSwiGLU, true, false);
+  const auto backward = gated_backward(x, w2, forward.z, kSwiGLU, true, true);
+  const auto few_wanted = gated_backward(last, w2, wanted.z, kSwiGLU, true, false);
   expect_same_bits(backward.dz.narrow(0, rows - few, few), few_wanted.dz, "dz");
   expect_same_bits(backward.a.narrow(0, rows - few, few), few_wanted.a, "a of backward");
 }
@@ -215,14 +212,14 @@ TEST_F(CudaGatedLinear, TakesWhatItsKernelsRead) {
   EXPECT_FALSE(takes(x, random({128, 384}), kSwiGLU, true)) << "384 gates backward";
   EXPECT_FALSE(takes(random({100, 96}), random({256, 96}))) << "k 96";
   EXPECT_FALSE(takes(x.cpu(), w.cpu()));
-  EXPECT_THROW(kernels::linear_gated_forward(unaligned(x), w, kSwiGLU), c10::Error);
+  EXPECT_THROW(gated_forward(unaligned(x), w, kSwiGLU), c10::Error);
 }
 
 TEST_F(CudaGatedLinear, RunsWhereItPays) {
   const auto runs = [](int64_t rows, int64_t k, int64_t units, bool backward) {
     const auto options = at::TensorOptions(at::kBFloat16).device(kGpu);
     const Tensor w = backward ? at::empty({k, units}, options) : at::empty({2 * units, k}, options);
-    return kernels::runs_gated_linear(at::empty({rows, k}, options), w, kSwiGLU, backward);
+    return gated_pays(at::empty({rows, k}, options), w, kSwiGLU, backward);
   };
   for (const bool backward : {false, true}) {
     EXPECT_TRUE(runs(16384, 4096, 14336, backward));
@@ -234,7 +231,7 @@ TEST_F(CudaGatedLinear, RunsWhereItPays) {
 
 TEST_F(CudaGatedLinear, NotesItself) {
   kernels::KernelLog log(at::kCUDA);
-  kernels::linear_gated_forward(random({8, 64}), random({256, 64}), kSwiGLU);
+  gated_forward(random({8, 64}), random({256, 64}), kSwiGLU);
   bool noted = false;
   for (const auto& call : log.take()) {
     noted = noted || (call.name == "linear_gated_forward" && call.backend == "cuda");
@@ -246,13 +243,13 @@ TEST(GatedLinear, RefusesOtherTensorsAndSizes) {
   const auto bfloat16 = at::TensorOptions(at::kBFloat16);
   const Tensor x = at::empty({8, 64}, bfloat16), w = at::empty({256, 64}, bfloat16);
   for (const bool backward : {false, true}) {
-    EXPECT_FALSE(kernels::runs_gated_linear(x, w, kSwiGLU, backward));
-    EXPECT_FALSE(kernels::runs_gated_linear(x.to(at::kMeta), w.to(at::kMeta), kSwiGLU, backward));
+    EXPECT_FALSE(gated_pays(x, w, kSwiGLU, backward));
+    EXPECT_FALSE(gated_pays(x.to(at::kMeta), w.to(at::kMeta), kSwiGLU, backward));
   }
-  EXPECT_THROW(kernels::linear_gated_forward(x, w, kSwiGLU), c10::Error);
-  EXPECT_THROW(kernels::linear_gated_forward(x, w.narrow(1, 0, 32), kSwiGLU), c10::ValueError);
-  EXPECT_THROW(kernels::linear_gated_forward(x, w, {ActivationKind::GELU}), c10::ValueError);
-  EXPECT_THROW(kernels::linear_gated_backward(x, w.t(), x, kSwiGLU, false, false), c10::ValueError);
+  EXPECT_THROW(gated_forward(x, w, kSwiGLU), c10::Error);
+  EXPECT_THROW(gated_forward(x, w.narrow(1, 0, 32), kSwiGLU), c10::ValueError);
+  EXPECT_THROW(gated_forward(x, w, {ActivationKind::GELU}), c10::ValueError);
+  EXPECT_THROW(gated_backward(x, w.t(), x, kSwiGLU, false, false), c10::ValueError);
 }
 
 }  // namespace

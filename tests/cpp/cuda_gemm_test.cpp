@@ -6,14 +6,34 @@
 
 #include "kernel_test_support.h"
 #include "ligature/backend/cuda/gemm.h"
+#include "ligature/backend/cuda/runs.h"
 #include "ligature/kernels/gemm.h"
 #include "ligature/kernels/log.h"
-#include "ligature/quantization/gemm.h"
-#include "ligature/quantization/recipe.h"
+#include "ligature/kernels/quantized_gemm.h"
+#include "ligature/recipes/recipe.h"
+#include "ligature/value.h"
 #include "tolerance.h"
 
 namespace ligature {
 namespace {
+
+using kernels::Accumulation;
+using kernels::ProductArgs;
+
+// Of values, and what makes one.
+Tensor quantized_linear_forward(const Value& x, const Value& w, const ProductArgs& args) {
+  return kernels::quantized_linear_forward(x, w, args);
+}
+Tensor quantized_linear_input_grad(const Value& dy, const Value& w, const ProductArgs& args) {
+  return kernels::quantized_linear_input_grad(dy, w, args);
+}
+Tensor quantized_linear_weight_grad(const Value& dy, const Value& x, const ProductArgs& args) {
+  return kernels::quantized_linear_weight_grad(dy, x, args);
+}
+void quantized_linear_weight_grad_into(Tensor& out, const Value& dy, const Value& x,
+                                       bool accumulate, const ProductArgs& args) {
+  kernels::quantized_linear_weight_grad_into(out, dy, x, accumulate, args);
+}
 
 const at::Device kDevice(at::kCUDA, 0);
 const at::ScalarType kDtypes[] = {at::kFloat, at::kHalf, at::kBFloat16};
@@ -26,7 +46,7 @@ const Sizes kSizes[] = {{1, 1, 1}, {7, 33, 19}, {64, 128, 256}, {130, 72, 8}, {2
 class CudaGemm : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (!torch::cuda::is_available() || !cuda::has_gemm(at::kFloat)) {
+    if (!torch::cuda::is_available() || !cuda::computes_in(at::kFloat)) {
       GTEST_SKIP() << "no CUDA device, or a build without CUDA";
     }
     torch::manual_seed(1);

@@ -2,7 +2,7 @@
 // from different plans.
 #pragma once
 
-#include "ligature/fused/builtin_fusions.h"
+#include "ligature/fuser/registry.h"
 #include "ops_test_support.h"
 
 struct Chain {

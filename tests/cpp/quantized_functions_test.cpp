@@ -289,9 +289,18 @@ TEST(QuantizedFunctionsTest, EveryOptimizerTakesIt) {
   losses([](auto p) { return torch::optim::Adagrad(p, 0.03); });
 }
 
+TEST(QuantizedFunctionsTest, DequantizePassesTheGradient) {
+  const Tensor w = leaf(std::make_shared<MXFP8BlockScaling>(), {32, 32});
+  const Tensor values = w.dequantize();
+  EXPECT_EQ(quantized_of(values), nullptr);
+  EXPECT_TRUE(values.equal(values_of(w)));
+  (values * 3).sum().backward();
+  EXPECT_TRUE(w.grad().equal(torch::full({32, 32}, 3.0, on_device())));
+}
+
 TEST(QuantizedFunctionsTest, PlainTensorsHaveNoSuchKey) {
   const Tensor w = leaf(std::make_shared<MXFP8BlockScaling>(), {32, 32});
-  const auto key = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
+  const auto key = c10::DispatchKey::PrivateUse3;
   EXPECT_TRUE(w.key_set().has(key));
   EXPECT_FALSE((w + 1).key_set().has(key));
   EXPECT_FALSE(torch::ones({2}).key_set().has(key));

@@ -5,7 +5,6 @@
 
 #include <functional>
 
-#include "ligature/fused/builtin_fusions.h"
 #include "ligature/ligature.h"
 #include "tolerance.h"
 

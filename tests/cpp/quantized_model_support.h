@@ -10,7 +10,7 @@
 
 #include "device.h"
 #include "ligature/ligature.h"
-#include "ligature/quantization/recipe_state.h"
+#include "ligature/recipes/recipe_state.h"
 
 namespace ligature::testing {
 

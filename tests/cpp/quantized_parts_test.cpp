@@ -1,11 +1,11 @@
 // Parts of quantized tensors that come from outside, models without memory, and what shares memory
 // in inference mode: against plain tensors.
-#include "ligature/quantization/quantized_parts.h"
+#include "ligature/quantized/quantized_parts.h"
 
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
-#include "ligature/quantization/json_value.h"
+#include "ligature/base/json_value.h"
 #include "quantized_model_support.h"
 
 namespace ligature::testing {

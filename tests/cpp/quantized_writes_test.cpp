@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "ligature/kernels/log.h"
-#include "ligature/quantization/recipe_state.h"
-#include "ligature/quantization/weights.h"
+#include "ligature/recipes/recipe_state.h"
+#include "ligature/recipes/weights.h"
 #include "quantized_model_support.h"
 
 namespace ligature::testing {

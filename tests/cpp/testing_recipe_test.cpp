@@ -28,7 +28,8 @@ CheckOptions options_for(const RecipePtr& recipe, size_t max_patterns) {
   CheckOptions options;
   options.device = on_device().device();
   options.recipe = recipe;
-  options.max_patterns = max_patterns;
+  // A GPU is shared by all test processes.
+  options.max_patterns = options.device->is_cuda() ? 1 : max_patterns;
   return options;
 }
 

@@ -29,6 +29,10 @@ GUIDE = [
     "concepts",
     "add_an_op",
     "add_a_fusion",
+    "add_a_kernel",
+    "add_a_format",
+    "add_a_recipe",
+    "add_a_backend",
     "explain",
     "testing",
 ]

@@ -54,7 +54,8 @@ Partials plain(ActivationKind kind, const Tensor& x, bool derivative) {
       return scaled_silu(x, 1.702, derivative);
     case ActivationKind::ReLU:
     case ActivationKind::ReGLU:
-      return {at::relu(x), derivative ? (x > 0).to(x.scalar_type()) : Tensor(), {}};
+      // Not x > 0: as in torch, the gradient at NaN passes.
+      return {at::relu(x), derivative ? 1 - (x <= 0).to(x.scalar_type()) : Tensor(), {}};
     case ActivationKind::SReLU:
     case ActivationKind::SReGLU: {
       const Tensor r = at::relu(x);
@@ -78,7 +79,7 @@ Partials clamped_swiglu(const Tensor& a, const Tensor& b, const ActivationSpec& 
   const Tensor linear = at::clamp(b, -spec.limit, spec.limit) + spec.glu_linear_offset;
   Partials result{gate.y * linear, {}, {}};
   if (derivative) {
-    result.da = at::where(a <= spec.limit, gate.da * linear, 0.0);
+    result.da = at::where(a > spec.limit, 0.0, gate.da * linear);
     result.db = at::where(b.abs() <= spec.limit, gate.y, 0.0);
   }
   return result;

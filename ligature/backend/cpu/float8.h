@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "ligature/backend/cpu/vector_math.h"
-#include "ligature/quantization/format.h"
+#include "ligature/format/format.h"
 
 namespace ligature::cpu {
 

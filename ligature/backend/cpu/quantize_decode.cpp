@@ -320,12 +320,22 @@ void update_amax(const QuantizedMatrix& q, const Format& format, Tensor& amax) {
   out[0] = std::max(out[0], value * q.scale.const_data_ptr<float>()[0]);
 }
 
+namespace {
+
+/// A GPU writes the scales of lines of 128 column after column, as its GEMMs want them, and they
+/// may have come from there.
+QuantizedMatrix with_rows_of_scales(const QuantizedMatrix& q) {
+  return {q.data, q.scale.contiguous(), q.amax};
+}
+
+}  // namespace
+
 void dequantize(const Tensor& out, const QuantizedMatrix& q, const Format& format) {
-  decode(out, q, format, false);
+  decode(out, with_rows_of_scales(q), format, false);
 }
 
 void expand(const Tensor& out, const QuantizedMatrix& q, const Format& format) {
-  decode(out, q, format, true);
+  decode(out, with_rows_of_scales(q), format, true);
 }
 
 }  // namespace ligature::cpu

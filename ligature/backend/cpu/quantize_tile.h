@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "ligature/quantization/format.h"
+#include "ligature/format/format.h"
 
 namespace ligature::cpu {
 

@@ -5,7 +5,7 @@
 #include "ligature/backend/cpu/quantize.h"
 #include "ligature/backend/cpu/quantize_tile.h"
 #include "ligature/backend/cpu/row_chunks.h"
-#include "ligature/backend/shapes/quantize.h"
+#include "ligature/kernels/quantized_shapes.h"
 
 namespace ligature::cpu {
 namespace {

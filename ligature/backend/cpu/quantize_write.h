@@ -3,7 +3,7 @@
 #pragma once
 
 #include "ligature/backend/cpu/quantize_tile.h"
-#include "ligature/backend/shapes/quantize.h"
+#include "ligature/kernels/quantized_shapes.h"
 
 namespace ligature::cpu {
 

@@ -10,7 +10,7 @@
 
 #include "ligature/backend/cuda/gemm_plan.h"
 #include "ligature/backend/cuda/launch.h"
-#include "ligature/kernels/log.h"
+#include "ligature/kernels/devices.h"
 
 namespace ligature::cuda {
 namespace {
@@ -18,36 +18,23 @@ namespace {
 using kernels::ActivationKind;
 
 enum class Fused : uint8_t {
-  GeluForward,  ///< with what backward needs
-  ReluForward,
+  GeluForward,    ///< with what backward needs
   GeluInference,  ///< without
-  ReluInference,
-  GeluBackward,
-  ReluBackward,
-  GeluBackwardBias,  ///< with the bias' gradient
-  ReluBackwardBias,
   WeightBias,
 };
 
-/// A fused product pays where the matrix that the separate kernel would read has `from` values at
+/// A fused GEMM pays where the matrix that the separate kernel would read has `from` values at
 /// least, and fewer than `below`: as measured on an H200 at 2^23, 2^25 and 2^28 values. ReLU's
-/// forward would pay with its mask, but only the gradient that does not pay can read that; GELU's
-/// gradient pays up to 2^25 values, but not together with the bias' one.
+/// epilogues, and those of the gradients of GELU and ReLU, paid at no size that matters.
 struct Pays {
   Fused product;
   int64_t from, below;
 };
 
-constexpr int64_t kNever = 0, kAnySize = std::numeric_limits<int64_t>::max();
+constexpr int64_t kAnySize = std::numeric_limits<int64_t>::max();
 constexpr Pays kTable[] = {
     {Fused::GeluForward, int64_t{1} << 24, kAnySize},
-    {Fused::ReluForward, 0, kNever},
     {Fused::GeluInference, 0, kAnySize},
-    {Fused::ReluInference, 0, kNever},
-    {Fused::GeluBackward, 0, kNever},
-    {Fused::ReluBackward, 0, kNever},
-    {Fused::GeluBackwardBias, 0, kNever},
-    {Fused::ReluBackwardBias, 0, kNever},
     {Fused::WeightBias, 0, int64_t{10'000'000}},
 };
 
@@ -87,19 +74,7 @@ bool ever_pays(Fused product) { return pays(product, row_of(product).from); }
 
 bool is_gelu(const ActivationSpec& spec) { return spec.kind == ActivationKind::GELU; }
 
-bool is_served(const ActivationSpec& spec) {
-  return is_gelu(spec) || spec.kind == ActivationKind::ReLU;
-}
-
-Fused forward_of(const ActivationSpec& spec, bool need_aux) {
-  if (need_aux) return is_gelu(spec) ? Fused::GeluForward : Fused::ReluForward;
-  return is_gelu(spec) ? Fused::GeluInference : Fused::ReluInference;
-}
-
-Fused backward_of(const ActivationSpec& spec, bool need_dbias) {
-  if (need_dbias) return is_gelu(spec) ? Fused::GeluBackwardBias : Fused::ReluBackwardBias;
-  return is_gelu(spec) ? Fused::GeluBackward : Fused::ReluBackward;
-}
+Fused forward_of(bool need_z) { return need_z ? Fused::GeluForward : Fused::GeluInference; }
 
 bool is_here(const Tensor& t) {
   return t.is_cuda() || (t.is_meta() && kernels::device_behind(t) == at::kCUDA);
@@ -135,33 +110,18 @@ Gemm product_of(const Tensor& a, bool a_turned, const Tensor& b, bool b_turned) 
   return gemm;
 }
 
-int64_t ld_aux(const ActivationSpec& spec, int64_t columns) {
-  return is_gelu(spec) ? columns : 8 * mask_bytes(columns);
-}
-
 // Results are described as memory that is to come.
 
-Gemm forward_product(const Tensor& x, const Tensor& w, const Tensor& bias,
-                     const ActivationSpec& spec, bool need_aux) {
+Gemm forward_product(const Tensor& x, const Tensor& w, const Tensor& bias, bool need_z) {
   Gemm gemm = product_of(x, false, w, true);
-  gemm.epilogue = is_gelu(spec) ? Epilogue::Gelu : Epilogue::Relu;
+  gemm.epilogue = Epilogue::Gelu;
   if (bias.defined()) {
     gemm.bias = bias.is_meta() ? to_come() : const_cast<void*>(bias.const_data_ptr());
   }
-  if (need_aux) {
+  if (need_z) {
     gemm.aux = to_come();
-    gemm.ld_aux = ld_aux(spec, gemm.n);
+    gemm.ld_aux = gemm.n;
   }
-  return gemm;
-}
-
-Gemm backward_product(const Tensor& dy, const Tensor& w, const Tensor& aux,
-                      const ActivationSpec& spec, bool need_dbias) {
-  Gemm gemm = product_of(dy, false, w, false);
-  gemm.epilogue = is_gelu(spec) ? Epilogue::GeluGradient : Epilogue::ReluGradient;
-  gemm.aux = aux.is_meta() ? to_come() : const_cast<void*>(aux.const_data_ptr());
-  gemm.ld_aux = ld_aux(spec, gemm.n);
-  if (need_dbias) gemm.bias = to_come();
   return gemm;
 }
 
@@ -180,23 +140,10 @@ bool exists(const Gemm& gemm, const Tensor& x) {
 
 bool fits_forward(const Tensor& x, const Tensor& w, const Tensor& bias,
                   const ActivationSpec& spec) {
-  return is_served(spec) && is_matrix(x) && is_matrix(w) && x.device() == w.device() &&
+  return is_gelu(spec) && is_matrix(x) && is_matrix(w) && x.device() == w.device() &&
          w.dim() == 2 && w.size(0) % 8 == 0 && x.size(-1) == w.size(1) &&
          (!bias.defined() || (readable(bias) && bias.dim() == 1 && bias.size(0) == w.size(0) &&
                               bias.device() == x.device()));
-}
-
-bool fits_backward(const Tensor& dy, const Tensor& w, const Tensor& aux,
-                   const ActivationSpec& spec) {
-  if (!is_served(spec) || !aux.defined() || !is_matrix(dy) || !is_matrix(w) ||
-      dy.device() != w.device() || aux.device() != dy.device() || w.dim() != 2 ||
-      dy.size(-1) != w.size(0)) {
-    return false;
-  }
-  if (is_gelu(spec))
-    return readable(aux) && aux.size(-1) == w.size(1) && rows_of(aux) == rows_of(dy);
-  return readable(aux, at::kByte) && aux.dim() == 2 && aux.size(0) == rows_of(dy) &&
-         aux.size(1) == mask_bytes(w.size(1));
 }
 
 bool fits_weight(const Tensor& dy, const Tensor& x) {
@@ -207,26 +154,18 @@ bool fits_weight(const Tensor& dy, const Tensor& x) {
 
 void set_epilogue_use(EpilogueUse use) { epilogue_use() = use; }
 
-bool has_activated_linear(const ActivationSpec& spec, at::ScalarType dtype, at::Device,
-                          bool backward) {
-  if (!is_served(spec) || dtype != at::kBFloat16) return false;
-  return backward ? ever_pays(backward_of(spec, false)) || ever_pays(backward_of(spec, true))
-                  : ever_pays(forward_of(spec, false)) || ever_pays(forward_of(spec, true));
+bool has_activated_linear(const ActivationSpec& spec, at::ScalarType dtype) {
+  return is_gelu(spec) && dtype == at::kBFloat16 &&
+         (ever_pays(Fused::GeluForward) || ever_pays(Fused::GeluInference));
 }
 
-bool has_weight_bias_grad(at::ScalarType dtype, at::Device) {
+bool has_weight_bias_grad(at::ScalarType dtype) {
   return dtype == at::kBFloat16 && ever_pays(Fused::WeightBias);
 }
 
 bool takes_activated_forward(const Tensor& x, const Tensor& w, const Tensor& bias,
-                             const ActivationSpec& spec, bool need_aux) {
-  return fits_forward(x, w, bias, spec) && exists(forward_product(x, w, bias, spec, need_aux), x);
-}
-
-bool takes_activated_backward(const Tensor& dy, const Tensor& w, const Tensor& aux,
-                              const ActivationSpec& spec, bool need_dbias) {
-  return fits_backward(dy, w, aux, spec) &&
-         exists(backward_product(dy, w, aux, spec, need_dbias), dy);
+                             const ActivationSpec& spec, bool need_z) {
+  return fits_forward(x, w, bias, spec) && exists(forward_product(x, w, bias, need_z), x);
 }
 
 bool takes_weight_bias_grad(const Tensor& dy, const Tensor& x) {
@@ -234,17 +173,9 @@ bool takes_weight_bias_grad(const Tensor& dy, const Tensor& x) {
 }
 
 bool runs_activated_forward(const Tensor& x, const Tensor& w, const Tensor& bias,
-                            const ActivationSpec& spec, bool need_aux) {
-  return fits_forward(x, w, bias, spec) &&
-         pays(forward_of(spec, need_aux), rows_of(x) * w.size(0)) &&
-         takes_activated_forward(x, w, bias, spec, need_aux);
-}
-
-bool runs_activated_backward(const Tensor& dy, const Tensor& w, const Tensor& aux,
-                             const ActivationSpec& spec, bool need_dbias) {
-  return fits_backward(dy, w, aux, spec) &&
-         pays(backward_of(spec, need_dbias), rows_of(dy) * w.size(1)) &&
-         takes_activated_backward(dy, w, aux, spec, need_dbias);
+                            const ActivationSpec& spec, bool need_z) {
+  return fits_forward(x, w, bias, spec) && pays(forward_of(need_z), rows_of(x) * w.size(0)) &&
+         takes_activated_forward(x, w, bias, spec, need_z);
 }
 
 bool runs_weight_bias_grad(const Tensor& dy, const Tensor& x) {
@@ -252,39 +183,20 @@ bool runs_weight_bias_grad(const Tensor& dy, const Tensor& x) {
 }
 
 ActivatedForward linear_activated_forward(const Tensor& x, const Tensor& w, const Tensor& bias,
-                                          const ActivationSpec& spec, bool need_aux) {
+                                          const ActivationSpec& spec, bool need_z) {
   LIGATURE_CHECK(fits_forward(x, w, bias, spec),
                  "[linear_activated_forward] operands must be bfloat16 matrices of whole vectors, ",
                  "got ", x.scalar_type(), " of shape ", x.sizes(), " and ", w.scalar_type(),
                  " of shape ", w.sizes());
   const DeviceGuard guard(x.device());
   ActivatedForward result{empty_rows(x, w.size(0)), {}};
-  Gemm gemm = forward_product(x, w, bias, spec, need_aux);
+  Gemm gemm = forward_product(x, w, bias, need_z);
   gemm.d = result.y.mutable_data_ptr();
-  if (need_aux) {
-    result.aux = is_gelu(spec) ? empty_as(result.y)
-                               : empty_on({gemm.m, mask_bytes(gemm.n)}, at::kByte, x.device());
-    gemm.aux = result.aux.mutable_data_ptr();
+  if (need_z) {
+    result.z = empty_as(result.y);
+    gemm.aux = result.z.mutable_data_ptr();
   }
   launch<&run_gemm>("gemm", stream_of(x), gemm, static_cast<int>(x.get_device()));
-  return result;
-}
-
-ActivatedBackward linear_activated_backward(const Tensor& dy, const Tensor& w, const Tensor& aux,
-                                            const ActivationSpec& spec, bool need_dbias) {
-  LIGATURE_CHECK(fits_backward(dy, w, aux, spec),
-                 "[linear_activated_backward] operands must be bfloat16 matrices of whole vectors ",
-                 "and aux what the forward left, got ", dy.scalar_type(), " of shape ", dy.sizes(),
-                 " and ", w.scalar_type(), " of shape ", w.sizes());
-  const DeviceGuard guard(dy.device());
-  ActivatedBackward result{empty_rows(dy, w.size(1)), {}};
-  Gemm gemm = backward_product(dy, w, aux, spec, need_dbias);
-  gemm.d = result.dz.mutable_data_ptr();
-  if (need_dbias) {
-    result.dbias = empty_on({gemm.n}, dy.scalar_type(), dy.device());
-    gemm.bias = result.dbias.mutable_data_ptr();
-  }
-  launch<&run_gemm>("gemm", stream_of(dy), gemm, static_cast<int>(dy.get_device()));
   return result;
 }
 

@@ -6,7 +6,7 @@
 #include "ligature/backend/cuda/gemm_tensor.h"
 #include "ligature/backend/cuda/launch.h"
 #include "ligature/backend/cuda/wgmma_launch.h"
-#include "ligature/kernels/log.h"
+#include "ligature/kernels/devices.h"
 
 namespace ligature::cuda {
 namespace {

@@ -139,6 +139,34 @@ void multiply(const Tensor& d, const Side& a, const Side& b, const Tensor& c,
   launch<&run_gemm>("gemm", stream, gemm, static_cast<int>(d.get_device()));
 }
 
+// cuBLASLt takes what has the operands' dtype and just the result's shape; ATen broadcasts the
+// rest, or says what is wrong with it.
+bool is_vector(const Tensor& t, const Tensor& like, int64_t n) {
+  return !t.defined() || (t.dim() == 1 && t.size(0) == n && t.scalar_type() == like.scalar_type() &&
+                          t.device() == like.device() && !t.is_neg());
+}
+
+bool is_rows(const Tensor& t, const Tensor& like, int64_t rows, int64_t columns) {
+  return !t.defined() ||
+         (t.dim() > 0 && t.size(-1) == columns && t.numel() == rows * columns &&
+          t.scalar_type() == like.scalar_type() && t.device() == like.device() && !t.is_neg());
+}
+
+bool takes(const kernels::GemmDesc& d) {
+  if (!runs_gemm(d.a, d.b)) return false;
+  const int64_t rows = kernels::row_count(d.a);
+  if (d.kind != kernels::LinearGemm::WeightGrad) {
+    const int64_t columns = d.b.size(d.kind == kernels::LinearGemm::Forward ? 0 : 1);
+    return is_vector(d.bias, d.a, columns) &&
+           is_rows(d.out != nullptr ? *d.out : d.add, d.a, rows, columns);
+  }
+  if (rows != kernels::row_count(d.b)) return false;
+  if (d.out == nullptr) return true;
+  const Tensor& out = *d.out;
+  return runs_gemm(out, out) && out.device() == d.a.device() && out.dim() == 2 &&
+         out.size(0) == d.a.size(-1) && out.size(1) == d.b.size(-1);
+}
+
 ProductTerms alpha_only(double alpha) {
   ProductTerms terms;
   terms.alpha = alpha;
@@ -158,8 +186,6 @@ void multiply_into(Tensor& out, const Side& a, const Side& b, bool accumulate,
 }
 
 }  // namespace
-
-bool has_gemm(at::ScalarType dtype) { return computes_in(dtype); }
 
 bool runs_gemm(const Tensor& a, const Tensor& b) {
   return runs(a) && b.scalar_type() == a.scalar_type() && b.device() == a.device() && a.dim() > 0 &&
@@ -206,6 +232,28 @@ void linear_weight_grad_into(Tensor& out, const Tensor& dy, const Tensor& x, boo
                              double alpha) {
   const DeviceGuard guard(dy.device());
   multiply_into(out, {dy, true}, {x}, accumulate, alpha_only(alpha));
+}
+
+Tensor gemm(const kernels::GemmDesc& d) {
+  if (!takes(d)) return {};
+  switch (d.kind) {
+    case kernels::LinearGemm::Forward:
+      if (d.out == nullptr) return linear_forward(d.a, d.b, d.bias, d.add, d.alpha);
+      linear_forward_add_(*d.out, d.a, d.b, d.bias, d.alpha);
+      return *d.out;
+    case kernels::LinearGemm::InputGrad:
+      return linear_input_grad(d.a, d.b, d.add, d.alpha);
+    case kernels::LinearGemm::WeightGrad:
+      break;
+  }
+  if (d.out == nullptr) return linear_weight_grad(d.a, d.b, d.alpha);
+  linear_weight_grad_into(*d.out, d.a, d.b, d.accumulate, d.alpha);
+  return *d.out;
+}
+
+const char* gemm_name(const kernels::GemmDesc& d) {
+  const bool made_here = d.a.is_meta() ? computes_in(d.a.scalar_type()) : takes(d);
+  return made_here ? "cublaslt" : nullptr;
 }
 
 Tensor scaled_product(const Tensor& a, const Tensor& b, const ProductTerms& terms) {

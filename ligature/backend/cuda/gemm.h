@@ -2,14 +2,19 @@
 // quantized operands.
 #pragma once
 
-#include "ligature/kernels/quantize.h"
+#include "ligature/kernels/gemm.h"
+#include "ligature/kernels/native_gemm.h"
 
 namespace ligature::cuda {
 
 using at::Tensor;
+using kernels::ProductTerms;
+using kernels::QuantizedOperand;
+using kernels::QuantizedSupport;
 
-/// Does this build multiply matrices of such a dtype?
-bool has_gemm(at::ScalarType dtype);
+// The table's: undefined, or null, for operands that cuBLASLt does not take.
+Tensor gemm(const kernels::GemmDesc& desc);
+const char* gemm_name(const kernels::GemmDesc& desc);
 
 /// Does cuBLASLt take these two as operands of one product? Else ATen says what is wrong with them,
 /// or computes it (float64).
@@ -25,34 +30,11 @@ Tensor linear_weight_grad(const Tensor& dy, const Tensor& x, double alpha);
 void linear_weight_grad_into(Tensor& out, const Tensor& dy, const Tensor& x, bool accumulate,
                              double alpha);
 
-/// What is done to a product a b^T [m, n].
-struct ProductTerms {
-  at::ScalarType dtype = at::kFloat;  ///< of the result
-  Tensor bias;                        ///< [n], of the result's dtype; optional
-  Tensor add;                         ///< [m, n], of the result's dtype; optional
-  double alpha = 1.0;
-  Tensor a_factor, b_factor;       ///< float [1] on the device, factors of the product; optional
-  bool fast_accumulation = false;  ///< FP8 operands: sums are not moved to float32 now and then
-};
-
 /// alpha * a_factor * b_factor * a b^T + bias + add, with plain a [m, k] and b [n, k].
 Tensor scaled_product(const Tensor& a, const Tensor& b, const ProductTerms& terms);
 /// The same into `out`, or added to it; nothing else is added.
 void scaled_product_into(Tensor& out, const Tensor& a, const Tensor& b, bool accumulate,
                          const ProductTerms& terms);
-
-/// An operand [rows, k] of a product over k. Its data may be without memory.
-struct QuantizedOperand {
-  kernels::QuantizedMatrix matrix;
-  Format format;
-  int64_t rows = 0, k = 0;
-};
-
-enum class QuantizedSupport : uint8_t {
-  No,
-  Yes,
-  NeverRun,  ///< there is code for it, which was never run for want of such a device
-};
 
 /// Has this device products of such operands, with a result of this dtype?
 QuantizedSupport quantized_support(const QuantizedOperand& a, const QuantizedOperand& b,

@@ -70,14 +70,8 @@ int32_t scale_mode(ScaleMode mode) {
 uint32_t epilogue_of(const Gemm& gemm) {
   const uint32_t bias = gemm.bias != nullptr ? CUBLASLT_EPILOGUE_BIAS : 0;
   switch (gemm.epilogue) {
-    case Epilogue::Relu:
-      return bias | (gemm.aux != nullptr ? CUBLASLT_EPILOGUE_RELU_AUX : CUBLASLT_EPILOGUE_RELU);
     case Epilogue::Gelu:
       return bias | (gemm.aux != nullptr ? CUBLASLT_EPILOGUE_GELU_AUX : CUBLASLT_EPILOGUE_GELU);
-    case Epilogue::ReluGradient:
-      return gemm.bias != nullptr ? CUBLASLT_EPILOGUE_DRELU_BGRAD : CUBLASLT_EPILOGUE_DRELU;
-    case Epilogue::GeluGradient:
-      return gemm.bias != nullptr ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
     case Epilogue::BiasGradient:
       return CUBLASLT_EPILOGUE_BGRADB;
     default:

@@ -23,10 +23,7 @@ enum class ScaleMode : uint8_t {
 
 enum class Epilogue : uint8_t {
   None,
-  Relu,          ///< with `aux`: also a bit mask of what was positive
   Gelu,          ///< tanh form; with `aux`: also what goes into it
-  ReluGradient,  ///< times the derivative at `aux`, as Relu left it; `bias` as with GeluGradient
-  GeluGradient,  ///< the same; `bias` [n], where there is one, is an output: the sums over d's rows
   BiasGradient,  ///< `bias` [m] is an output: the sums of the rows of a
 };
 

@@ -11,8 +11,8 @@
 #include "ligature/backend/cuda/launch_queue.h"
 #include "ligature/backend/cuda/runs.h"
 #include "ligature/backend/cuda/types.h"
-#include "ligature/backend/small_buffers.h"
 #include "ligature/check.h"
+#include "ligature/kernels/small_buffers.h"
 
 namespace ligature::cuda {
 

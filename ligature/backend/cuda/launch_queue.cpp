@@ -1,3 +1,10 @@
+// Held launches find ATen calls by a key of torch's that its header keeps for tests. Its successor
+// needs no key. The run knows where code that is not ours begins (kernels::Run::Outside: Python
+// operations, hooks, whatever is no built-in operation), and our own operations call ATen in few
+// places, each of which flushes first. The queue, the graph that is being made, its temporaries and
+// an LRU of executables become one object of the run, as MLX's CommandEncoder is; an executable
+// whose kernels are the same with other arguments has its parameters updated instead of being made
+// anew. The present form was checked on a GPU, so it stays until that one can be.
 #include "ligature/backend/cuda/launch_queue.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -3,14 +3,15 @@
 // open on a thread the backend's launches are held; when it ends they are launched, as a graph
 // where the very same launches, with the same memory, were seen before. Memory that a held launch
 // uses is held with it, and whatever else might look at results on the way, any ATen call or a
-// user's operation, has everything launched first. Every build has these; without the CUDA backend
-// they do nothing.
+// user's operation, has everything launched first.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
 #include <memory>
+
+#include "ligature/kernels/launches.h"
 
 namespace ligature::cuda {
 
@@ -57,12 +58,7 @@ void hold_memory(const Tensor& tensor);
 void set_launch_graphs(bool on);
 bool launch_graphs();
 
-/// Of this process so far.
-struct LaunchCounts {
-  int64_t graphs = 0;    ///< that were made
-  int64_t replayed = 0;  ///< times that one was launched
-  int64_t single = 0;    ///< held launches that went out one by one
-};
+using kernels::LaunchCounts;
 LaunchCounts launch_counts();
 
 }  // namespace ligature::cuda

@@ -15,7 +15,7 @@
 #include "ligature/backend/cuda/quantize_launch.h"
 #include "ligature/backend/cuda/sums_launch.h"
 #include "ligature/backend/cuda/workspace.h"
-#include "ligature/backend/shapes/quantize.h"
+#include "ligature/kernels/quantized_shapes.h"
 
 namespace ligature::cuda {
 namespace {

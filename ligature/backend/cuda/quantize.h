@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "ligature/kernels/delayed.h"
 #include "ligature/kernels/quantize.h"
 
 namespace ligature::cuda {
@@ -58,13 +59,7 @@ ActivationBackwardQuantized activation_backward_quantize(const Tensor& dy, const
                                                          const Tensor& scales, bool need_dscales,
                                                          bool need_dbias, const QuantizeArgs& args);
 
-/// What delayed scaling has of one tensor.
-struct DelayedState {
-  Tensor history, amax, scale;
-  float max_value;
-  bool overwrite = false;  ///< graphs read this scale: the new one is written over it
-  Tensor noted;            ///< float [1]: below 0 where nothing is to be changed; may be undefined
-};
+using kernels::DelayedState;
 /// Moves each amax into its history and gives the new scales, all in one kernel for up to 80
 /// tensors, which are on one device. They are new tensors where nothing else is asked for, except
 /// in a graph that is captured: that reads the same memory each time it runs, so there scales are

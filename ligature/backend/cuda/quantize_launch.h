@@ -8,7 +8,7 @@
 #include "ligature/backend/cuda/activation_params.h"
 #include "ligature/backend/cuda/random_state.h"
 #include "ligature/backend/cuda/types.h"
-#include "ligature/quantization/format.h"
+#include "ligature/format/format.h"
 
 namespace ligature::cuda {
 

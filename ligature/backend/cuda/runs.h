@@ -1,5 +1,4 @@
-// Whether the CUDA backend serves a tensor. Every build has these two; without the CUDA backend the
-// answer is no.
+// Whether the CUDA backend computes with a tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +7,7 @@ namespace ligature::cuda {
 
 using at::Tensor;
 
-/// Is the backend part of this build, and does it compute in this dtype? (Not in double.)
+/// Does it compute in this dtype? (Not in double.)
 bool computes_in(at::ScalarType dtype);
 
 inline bool runs(const Tensor& x) { return x.is_cuda() && computes_in(x.scalar_type()); }

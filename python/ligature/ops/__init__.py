@@ -1,7 +1,12 @@
 """Operations, the container that fuses them, and the registration of fusions."""
 
+# fusible, op                           what an operation is
+# basic, activation, linear, fused      the operations
+# fuser, sequential, grouping           what runs them
+# Modules with an underscore are the package's own; _traced is for torch's graphs and modes.
+
 from . import basic, fused, fuser
-from . import flops as flops
+from ._traced import flops as flops
 from .basic import (
     GEGLU,
     GELU,

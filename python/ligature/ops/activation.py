@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .builtin import BuiltinOperation, option
+from ._builtin import BuiltinOperation, option
 
 __all__ = [
     "GEGLU",

@@ -9,8 +9,9 @@ from typing import Any, Self
 
 import torch
 
-from .._checks import check_group, listed
+from .._arguments import check_group, listed
 from ..quantization.model_init import quantize_new_weight
+from ._builtin import BuiltinOperation, option
 from .activation import (
     GEGLU,
     GELU,
@@ -30,7 +31,6 @@ from .activation import (
     SReLU,
     SwiGLU,
 )
-from .builtin import BuiltinOperation, option
 
 __all__ = [
     "GEGLU",

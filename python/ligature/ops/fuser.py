@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _C
-from .._checks import listed
+from .._arguments import listed
 from ..explanation import Explanation, example_tensors, strict_names
-from .composite import asking_for_composites
+from ._composite import asking_for_composites
 from .fusible import FusibleOperation
 from .op import FusedOperation, basic_ops_of
 

@@ -10,7 +10,7 @@ import torch
 
 from .. import _C
 from ..quantization import checkpointing, conversion, loading
-from .hooks import REPLACEABLE, replaced
+from ._hooks import REPLACEABLE, replaced
 
 if TYPE_CHECKING:
     from .op import BasicOperation
@@ -32,7 +32,7 @@ def refuse_tracers(module: torch.nn.Module, given: Any) -> None:
             "leaf of the graph (Tracer.is_leaf_module), or use torch.export"
         )
     if torch._C._get_tracing_state() is not None:
-        from .watched import refuse_onnx
+        from ._traced.watched import refuse_onnx
 
         refuse_onnx()
 
@@ -159,7 +159,7 @@ class FusibleOperation(torch.nn.Module):
         return fuser
 
     def _prepare_traced(self) -> str:
-        from .traced_group import traced
+        from ._traced.group import traced
 
         if "_traced" not in self.__dict__:
             self.__dict__["_traced"] = traced(self._alone())
@@ -169,10 +169,10 @@ class FusibleOperation(torch.nn.Module):
     _prepare_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _forward_traced(self, input: Any, extra_inputs: Any, kwargs: Any) -> Any:
-        from . import traced
+        from ._traced import calls
 
         self._prepare_traced()
-        return traced.call(self._traced, input, list(extra_inputs), kwargs)
+        return calls.call(self._traced, input, list(extra_inputs), kwargs)
 
 
 loading.install()

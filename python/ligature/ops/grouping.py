@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from ._hooks import GLOBAL_HOOKS, has_hooks
 from .fuser import OperationFuser
 from .fusible import FusibleOperation
-from .hooks import GLOBAL_HOOKS, has_hooks
 from .op import BasicOperation, FusedOperation, basic_ops_of
 
 
@@ -39,9 +39,9 @@ class Group:
         """Of the operations; keyword arguments for each basic one."""
         given = part_kwargs if any(part_kwargs) else None
         if self.traced is not None and is_compiling():
-            from . import traced
+            from ._traced import calls
 
-            return traced.call(self.traced, x, inputs, given)
+            return calls.call(self.traced, x, inputs, given)
         if isinstance(self.module, BasicOperation):
             return self.module(x, *inputs, **part_kwargs[0])
         if isinstance(self.module, FusedOperation):
@@ -52,6 +52,8 @@ class Group:
 
 class KeptFusers:
     """Fusers of exported programs: torch.export takes back what is set while it traces."""
+
+    # Pickled models name it here.
 
     def __init__(self) -> None:
         self.fusers: list[OperationFuser] = []

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from .._arguments import default_device
 from ..quantization.model_init import quantize_new_weight
+from ._builtin import initialize
+from ._composite import CompositeMeta
+from ._hooks import has_hooks
 from .basic import BasicLinear, Bias, Device, check_tensor_parallel
-from .builtin import default_device, initialize
-from .composite import CompositeMeta
-from .hooks import has_hooks
 from .op import BasicOperation, FusedOperation
 
 

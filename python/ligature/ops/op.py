@@ -14,7 +14,7 @@ from torch import compiler
 from torch.compiler import is_dynamo_compiling
 
 from .. import _C
-from .._checks import listed
+from .._arguments import listed
 from ..quantization.roles import QuantizerRole
 from .fusible import FusibleOperation, refuse_tracers
 

@@ -11,14 +11,13 @@ from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _C
-from .._checks import listed
+from .._arguments import default_device, listed
 from ..explanation import Explanation, example_tensors, strict, strict_names
-from .builtin import default_device
-from .explainer import Explainer, explain_last
+from ._explainer import Explainer, explain_last
+from ._hooks import GLOBAL_HOOKS, REPLACED, hook_dicts
 from .fuser import OperationFuser
 from .fusible import FusibleOperation, refuse_script, refuse_tracers
 from .grouping import Group, KeptFusers, group_run
-from .hooks import GLOBAL_HOOKS, REPLACED, hook_dicts
 from .op import FusedOperation, basic_ops_of
 
 
@@ -289,7 +288,7 @@ class Sequential(torch.nn.Module):
             return self._forward_groups(input, list(extra_inputs), kwargs)
 
     def _prepare_traced(self) -> str:
-        from .traced_group import traced
+        from ._traced.group import traced
 
         self._update_groups()
         for group in self._groups:

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch.compiler import is_compiling
 
 from .. import _C
-from .._checks import check_group
+from .._arguments import check_group
 from .recipe import DelayedScaling, Recipe
 from .scope import SCOPE, THREAD, Decorator, ThreadScope
 
@@ -134,7 +134,7 @@ class autocast(Decorator):  # noqa: N801 - used like torch.autocast
             THREAD.scope = outer
             _C.exit_autocast(kind is None)
         elif not SCOPE.own and SCOPE.met:
-            from ..ops.traced import update_delayed
+            from ..ops._traced.calls import update_delayed
 
             if kind is None:
                 update_delayed()

@@ -7,6 +7,7 @@ from typing import Literal, overload
 import torch
 
 from .. import _C
+from .._arguments import default_device
 
 Device = torch.device | str | None
 _Answer = bool | tuple[bool, str]
@@ -16,18 +17,12 @@ def _answer(why_not: str, return_reason: bool) -> _Answer:
     return (not why_not, why_not) if return_reason else not why_not
 
 
-def _place(device: Device) -> torch.device:
-    from ..ops.builtin import default_device
-
-    return default_device(device)
-
-
 def _answer_for(
     what: str, scaling: str, element: str, device: Device, return_reason: bool
 ) -> _Answer:
     """The CPU computes every format exactly, by a product in bfloat16; so does a GPU without
     products of the format, which is said."""
-    place = _place(device)
+    place = default_device(device)
     if place.type == "cpu":
         return _answer("", return_reason)
     if place.type != "cuda":
@@ -92,7 +87,7 @@ def is_bf16_available(return_reason: Literal[False] = False, device: Device = No
 def is_bf16_available(return_reason: Literal[True], device: Device = None) -> tuple[bool, str]: ...
 def is_bf16_available(return_reason: bool = False, device: Device = None) -> _Answer:
     """Whether bfloat16 computes on a device; see :func:`is_fp8_available`."""
-    place = _place(device)
+    place = default_device(device)
     if place.type == "cpu":
         return _answer("", return_reason)
     if place.type != "cuda":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._checks import check_group
+from .._arguments import check_group, default_device
 from .dispatch import wrap
 from .dtypes import DType
 from .tensor import QuantizedTensor
@@ -157,8 +157,6 @@ class Quantizer:
         requires_grad: bool = False,
     ) -> QuantizedTensor:
         """A tensor of this format, all zeros."""
-        from ..ops.builtin import default_device
-
         self._check_dtype(dtype)
         made = self._handle.make_empty([int(n) for n in shape], dtype, default_device(device))
         return wrap(made, requires_grad)

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "ligature/quantization/format.h"
+#include "ligature/format/format.h"
 
 #define LIGATURE_BOTH __host__ __device__ __forceinline__
 #ifdef __CUDA_ARCH__

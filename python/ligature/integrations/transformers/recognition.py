@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from ... import ops
-from ...ops.hooks import has_hooks
+from ...ops._hooks import has_hooks
 from .modules import HALVES, JOINED
 
 Tensor = torch.Tensor
