@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from block import low_precision
 from floors import product as torchs_product
-from ligature.common.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
 from timing import PRODUCT, Run, kernel_seconds
 
 import ligature as te
+from ligature.common.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
 
 Tensor = torch.Tensor
 SHAPES = [(16384, 4096, 28672), (8192, 4096, 28672), (4096, 2048, 11264), (2048, 1024, 5632)]

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 import transformers
-from ligature.integrations.transformers import Report, replace
 from measure import machine
 from transformer import RECIPES, low_precision
+
+from ligature.integrations.transformers import Report, replace
 
 MODES = {
     "original": "as transformers has it",

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from ligature.common import recipe as recipes
-from ligature.quantization.tensor import _rebuild_quantized
 from quantized_support import make as make_quantized
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ligature as te
+from ligature.common import recipe as recipes
+from ligature.quantization.tensor import _rebuild_quantized
 
 RECIPES = {
     "delayed": lambda: recipes.DelayedScaling(amax_history_len=4),

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from delayed_reference import recipe_state, state_of
-from ligature.common import recipe as recipes
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 import ligature as te
+from ligature.common import recipe as recipes
 
 DATA = Path(__file__).parent / "data"
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from delayed_reference import recipe_state
-from ligature.common import recipe as recipes
 from quantized_support import same_bits
 
 import ligature as te
+from ligature.common import recipe as recipes
 
 RECIPES = {
     "delayed": lambda: recipes.DelayedScaling(amax_history_len=4),

@@ -10,11 +10,11 @@ from collections import OrderedDict
 import pytest
 import torch
 from delayed_reference import state_of
-from ligature.common import recipe as recipes
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
 import ligature as te
+from ligature.common import recipe as recipes
 
 RECIPES = {
     "delayed": lambda: recipes.DelayedScaling(amax_history_len=4),

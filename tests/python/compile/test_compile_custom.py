@@ -12,11 +12,11 @@ import pytest
 import torch
 from compile_support import Pair, mlp
 from functorch.compile import make_boxed_func
-from ligature.common.recipe import DelayedScaling, Float8CurrentScaling
-from ligature.ops._traced.group import CALLS
 from torch._dynamo.backends.common import aot_autograd
 
 import ligature as te
+from ligature.common.recipe import DelayedScaling, Float8CurrentScaling
+from ligature.ops._traced.group import CALLS
 
 #: tools/run_tests.py reads it: torch.compile keeps what it has seen in a process.
 IN_ONE_PROCESS = True

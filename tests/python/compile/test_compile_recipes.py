@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from compile_support import Pair, mlp
-from ligature.common import recipe as recipes
-from ligature.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
-from ligature.quantization.scope import SCOPE
 from quantized_reference import EVERY_RECIPE as RECIPES
 from quantized_reference import SOME_RECIPES
 
 import ligature as te
+from ligature.common import recipe as recipes
+from ligature.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from ligature.quantization import recipe_base
+from ligature.quantization.scope import SCOPE
 
 #: tools/run_tests.py reads it: torch.compile keeps what it has seen in a process.
 IN_ONE_PROCESS = True

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from compile_support import assert_same, mlp
-from ligature.common import recipe as recipes
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ligature as te
+from ligature.common import recipe as recipes
 
 #: tools/run_tests.py reads it: torch.compile keeps what it has seen in a process.
 IN_ONE_PROCESS = True

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from compile_support import assert_same, mlp, state_of
-from ligature.common import recipe as recipes
 from quantized_reference import RECIPES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import ligature as te
+from ligature.common import recipe as recipes
 
 #: tools/run_tests.py reads it: torch.compile keeps what it has seen in a process.
 IN_ONE_PROCESS = True

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from ligature.common import recipe as recipes
 from quantized_support import CLASSES, QUANTIZERS
 
 import ligature as te
+from ligature.common import recipe as recipes
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "detach": lambda w: w.detach(),

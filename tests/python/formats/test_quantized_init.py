@@ -8,10 +8,10 @@ import threading
 import pytest
 import torch
 from delayed_reference import factor_for, state_of
-from ligature.common import recipe as recipes
 from quantized_reference import is_native
 
 import ligature as te
+from ligature.common import recipe as recipes
 
 RECIPES = {
     "delayed": (lambda: recipes.DelayedScaling(amax_history_len=4), te.Float8Tensor),

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from ligature.quantization.tensor import _rebuild_quantized
 from quantized_support import CLASSES, EVERY, QUANTIZERS, make, same_bits, written
 
 from ligature.quantization import MXFP8Tensor, NVFP4Tensor, QuantizedTensor
+from ligature.quantization.tensor import _rebuild_quantized
 
 
 def test_parameter() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from delayed_reference import factor_for, state_of
-from ligature.common import recipe as recipes
 from quantized_support import E4M3, E5M2, same_bits
 
 import ligature as te
+from ligature.common import recipe as recipes
 
 RECIPES: dict[str, Callable[[], Any]] = {
     "delayed": lambda: recipes.DelayedScaling(amax_history_len=4),

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ligature.integrations.transformers import convert_optimizer_state, replace
 from torch.distributed.checkpoint import state_dict as dcp_state
 from transformers_support import loss_of, make, pair, tokens
 
 import ligature as te
+from ligature.integrations.transformers import convert_optimizer_state, replace
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
 UP = "model.layers.0.mlp.up_proj.weight"

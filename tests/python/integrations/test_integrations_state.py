@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from ligature.integrations.transformers import replace
 from transformers_support import loss_of, make, pair, tokens
 
 import ligature as te
+from ligature.integrations.transformers import replace
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
 UP = "model.layers.0.mlp.up_proj.weight"

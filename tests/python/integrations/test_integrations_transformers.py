@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from ligature.integrations.transformers import gradient_checkpointing_enable, replace
 from transformers_support import backward, error, loss_of, make, pair, tokens
 
 import ligature as te
+from ligature.integrations.transformers import gradient_checkpointing_enable, replace
 
 PLAIN = ("RMSNorm", "Linear", "SwiGLU", "Linear")
 AFTER = "post_attention_layernorm"

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import ligature as te
 from ligature.common.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -18,8 +20,6 @@ from ligature.common.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-
-import ligature as te
 from ligature.quantization import recipe_base
 
 ops = te.ops

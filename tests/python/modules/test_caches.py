@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from fusion_support import REGISTER
-from ligature.common import recipe as recipes
-from ligature.quantization.scope import RECIPES
 
 import ligature as te
+from ligature.common import recipe as recipes
+from ligature.quantization.scope import RECIPES
 
 SIZE = 256
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from ligature.common.recipe import Format, MMParams
 from repository import ROOT
 
 import ligature as te
+from ligature.common.recipe import Format, MMParams
 
 REQUIRED = inspect.Parameter.empty
 PLACE = {"device": None, "dtype": None}

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from delayed_reference import state_of
-from ligature.common import recipe as recipes
 from quantized_reference import assert_product
 
 import ligature as te
+from ligature.common import recipe as recipes
 from ligature.quantization import (
     get_autocast_recipe,
     is_autocast_calibrating,

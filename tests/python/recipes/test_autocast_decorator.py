@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
-from ligature.common import recipe as recipes
 
 import ligature as te
+from ligature.common import recipe as recipes
 from ligature.quantization import get_autocast_recipe, is_autocast_enabled
 
 

@@ -11,10 +11,10 @@ import threading
 import pytest
 import torch
 from delayed_reference import Factor, LinearReference, factor_for, state_of
-from ligature.common.recipe import DelayedScaling, Format
 from quantized_reference import assert_product
 
 import ligature as te
+from ligature.common.recipe import DelayedScaling, Format
 
 K, N, M = 32, 48, 16
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from delayed_reference import LinearReference, factor_for, state_of
-from ligature.common.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams
 from quantized_reference import assert_product
 
 import ligature as te
+from ligature.common.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams
 
 K, N, M = 32, 48, 16
 

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from fusion_support import saved_bytes
+from quantized_reference import RECIPES, SOME_RECIPES, format_of, is_native
+
+import ligature as te
 from ligature.common.recipe import (
     CustomRecipe,
     Float8BlockScaling,
@@ -15,9 +18,6 @@ from ligature.common.recipe import (
     MMParams,
     Recipe,
 )
-from quantized_reference import RECIPES, SOME_RECIPES, format_of, is_native
-
-import ligature as te
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from fusion_support import backward_names, forward_names, leaf, parameters_of
-from ligature.common.recipe import Recipe
 from quantized_reference import EVERY_RECIPE as RECIPES
 from quantized_reference import SOME_RECIPES, Alpha, LinearRecipe, assert_product, distance
 from reference import ACTIVATIONS, GLU_ACTIVATIONS
 
 import ligature as te
+from ligature.common.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import quantized_reference
 import torch
-from ligature.common.recipe import Float8CurrentScaling, Recipe
 from pipeline_reference import Rounding
 from quantized_reference import (
     EVERY_RECIPE as RECIPES,
@@ -27,6 +26,7 @@ from quantized_reference import (
 from reference import ACTIVATIONS, GLU_ACTIVATIONS
 
 import ligature as te
+from ligature.common.recipe import Float8CurrentScaling, Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

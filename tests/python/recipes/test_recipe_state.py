@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 from delayed_reference import factor_for, state_of
+from quantized_reference import assert_product
+from torch.utils._pytree import tree_map
+
+import ligature as te
 from ligature.common.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
 )
-from quantized_reference import assert_product
-from torch.utils._pytree import tree_map
-
-import ligature as te
 
 E4M3, E5M2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from ligature.common.recipe import DelayedScaling, Recipe
 from quantized_reference import (
     RECIPES,
     SOME_RECIPES,
@@ -23,6 +22,7 @@ from quantized_reference import (
 )
 
 import ligature as te
+from ligature.common.recipe import DelayedScaling, Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,6 +9,8 @@ import pickle
 
 import pytest
 import torch
+
+import ligature as te
 from ligature.common.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -21,8 +23,6 @@ from ligature.common.recipe import (
     QParams,
     Recipe,
 )
-
-import ligature as te
 
 
 def nothing(role):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from ligature.common import recipe as recipes
 
 import ligature as te
+from ligature.common import recipe as recipes
 
 
 def _neg(rows: Any) -> Callable[[torch.Tensor], Any]:

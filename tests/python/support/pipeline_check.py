@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from ligature.common.recipe import Recipe
 from pipeline_case import Call, Case, Op, every_op
 from pipeline_model import Given, Hooks, Model, laid_out, random_values, torch_dtype
 from pipeline_ops import register
@@ -21,6 +20,7 @@ from quantized_reference import RECIPES, flips
 from reference import TOLERANCES
 
 import ligature as te
+from ligature.common.recipe import Recipe
 
 Tensor = torch.Tensor
 

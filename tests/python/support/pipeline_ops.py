@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fusion_support import REGISTER
-from ligature.ops._builtin import BuiltinOperation
 from pipeline_case import Fuse
 
 import ligature as te
+from ligature.ops._builtin import BuiltinOperation
 
 Tensor = torch.Tensor
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ligature.common.recipe import Recipe
 from pipeline_case import Op
 from pipeline_ops import GUESTS
 from quantized_reference import Alpha, LinearRecipe, cached_input, keeps_fp8, rounded_through
 from reference import Reference, l2_normalization, layer_norm, rms_norm, split_glu
 
 import ligature as te
+from ligature.common.recipe import Recipe
 
 Tensor = torch.Tensor
 Made = tuple[Tensor, torch.dtype]

@@ -24,6 +24,9 @@ import torch
 import torch.nn.functional as F
 from delayed_reference import Factor
 from format_reference import LARGEST, SIGNS, quantize_matrix
+from reference import ACTIVATIONS, Reference
+
+import ligature as te
 from ligature.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -33,9 +36,6 @@ from ligature.common.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-from reference import ACTIVATIONS, Reference
-
-import ligature as te
 
 Tensor = torch.Tensor
 
