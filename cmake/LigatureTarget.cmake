@@ -24,6 +24,10 @@ function(ligature_target target)
     # raises falsely on code it has inlined from torch's headers.
     list(APPEND options -fpch-preprocess -Wno-maybe-uninitialized -Wno-array-bounds
       -Wno-stringop-overflow -Wno-stringop-overread -Wno-restrict)
+    if(LIGATURE_UNITY)
+      # Meant for headers, which a source that is compiled with others looks like.
+      list(APPEND options -Wno-subobject-linkage)
+    endif()
   endif()
   target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${options}>")
   if(LIGATURE_CUDA)
@@ -35,4 +39,23 @@ function(ligature_target target)
       -fsanitize=${LIGATURE_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
     target_link_options(${target} PRIVATE -fsanitize=${LIGATURE_SANITIZE})
   endif()
+endfunction()
+
+# ligature_unity(<target> <dir> <group>...): the files of a group, one folder below <dir> or several
+# joined by +, are compiled as one. Most of what a small file costs are the templates of torch's
+# headers, which the compiler then makes once. "root" is <dir> itself.
+function(ligature_unity target dir)
+  if(NOT LIGATURE_UNITY)
+    return()
+  endif()
+  foreach(group IN LISTS ARGN)
+    string(REPLACE "+" ";" folders ${group})
+    foreach(folder IN LISTS folders)
+      string(REGEX REPLACE "^root$" "." folder ${folder})
+      file(GLOB sources ${dir}/${folder}/*.cpp)
+      string(MAKE_C_IDENTIFIER ${group} name)
+      set_source_files_properties(${sources} PROPERTIES UNITY_GROUP ${name})
+    endforeach()
+  endforeach()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
 endfunction()

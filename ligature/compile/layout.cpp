@@ -27,7 +27,7 @@ bool lies_within(const Tensor& part, const Tensor& whole) {
          last < whole.storage_offset() + whole.numel();
 }
 
-struct Known {
+struct KnownTensor {
   Tensor tensor;
   Kind kind;
   size_t index;
@@ -48,15 +48,15 @@ class Maker {
   /// Anything that is not an argument is a result; no two results share memory.
   Source find(const Tensor& tensor, bool may_be_view) {
     if (!tensor.defined()) return {};
-    for (const Known& known : known_) {
+    for (const KnownTensor& known : known_) {
       if (known.tensor.is_same(tensor)) return {known.kind, known.index, std::nullopt};
     }
-    for (const Known& known : known_) {
+    for (const KnownTensor& known : known_) {
       if (in_one_memory(known.tensor, tensor) && same_geometry(known.tensor, tensor)) {
         return {known.kind, known.index, std::nullopt};
       }
     }
-    for (const Known& known : known_) {
+    for (const KnownTensor& known : known_) {
       if (!may_be_view || !in_one_memory(known.tensor, tensor)) continue;
       if (!known.tensor.is_contiguous() || !lies_within(tensor, known.tensor)) continue;
       return {known.kind, known.index,
@@ -81,7 +81,7 @@ class Maker {
 
  private:
   std::vector<Tensor>& results_;
-  std::vector<Known> known_;
+  std::vector<KnownTensor> known_;
 };
 
 /// Mixes numbers into one that fits into a graph's integers.

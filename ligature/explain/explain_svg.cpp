@@ -10,13 +10,13 @@
 namespace ligature {
 namespace {
 
-constexpr double kWidth = 640;
+constexpr double kPictureWidth = 640;
 constexpr double kSide = 214;    // width of a step
 constexpr double kMiddle = 124;  // width of an operation
 constexpr double kMargin = 12;
 constexpr double kLeft = kMargin;
-constexpr double kCentre = (kWidth - kMiddle) / 2;
-constexpr double kRight = kWidth - kMargin - kSide;
+constexpr double kCentre = (kPictureWidth - kMiddle) / 2;
+constexpr double kRight = kPictureWidth - kMargin - kSide;
 constexpr double kGap = 22;  // between two steps, for the format
 constexpr double kLine = 14;
 constexpr double kPadding = 8;
@@ -112,15 +112,15 @@ class PartPicture {
   double draw(std::string& out) {
     out_ = &out;
     double y = top_ + 20;
-    text(kMargin, y, "lg-title", fitted(part_.title(), kWidth - 2 * kMargin, 17), "start");
+    text(kMargin, y, "lg-title", fitted(part_.title(), kPictureWidth - 2 * kMargin, 17), "start");
     if (!part_.is_fuser()) {
       text(kMargin, y + 18, "lg-note", part_.module + " runs as it is", "start");
       return y + 34;
     }
-    text(kMargin, y + 18, "lg-note", fitted(subtitle(), kWidth - 2 * kMargin, 11), "start");
+    text(kMargin, y + 18, "lg-note", fitted(subtitle(), kPictureWidth - 2 * kMargin, 11), "start");
     y += 44;
     text(kLeft + kSide / 2, y, "lg-head", "forward ↓", "middle");
-    text(kWidth / 2, y, "lg-head", "operations", "middle");
+    text(kPictureWidth / 2, y, "lg-head", "operations", "middle");
     text(kRight + kSide / 2, y, "lg-head", part_.gradients ? "backward ↑" : "no backward",
          "middle");
     lay_out(y + 14);
@@ -196,14 +196,14 @@ class PartPicture {
     const bool idle = part_.gradients && !op.runs_in_backward;
     rect(kCentre, y, kMiddle, height, idle ? "lg-op lg-idle" : "lg-op");
     const std::string name = std::to_string(i) + " " + op.name;
-    text(kWidth / 2, y + 17, "lg-op-name", fitted(name, kMiddle - 8, 11), "middle");
+    text(kPictureWidth / 2, y + 17, "lg-op-name", fitted(name, kMiddle - 8, 11), "middle");
     double line = y + 17;
     for (const auto& branch : branches) {
       line += kLine;
-      text(kWidth / 2, line, "lg-branch", fitted(branch, kMiddle - 8, 10.5), "middle");
+      text(kPictureWidth / 2, line, "lg-branch", fitted(branch, kMiddle - 8, 10.5), "middle");
     }
     if (i > 0) {
-      arrow(kWidth / 2, last_bottom_, y, "lg-thin", false);
+      arrow(kPictureWidth / 2, last_bottom_, y, "lg-thin", false);
     }
     last_bottom_ = y + height;
   }
@@ -341,7 +341,7 @@ std::string Explanation::svg() const {
   for (const auto& part : parts) y = PartPicture(part, y).draw(body);
   const std::string height = number(std::ceil(y + 4));
   std::string out = "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"lg-plan\" viewBox=\"0 0 " +
-                    number(kWidth) + " " + height + "\" width=\"" + number(kWidth) +
+                    number(kPictureWidth) + " " + height + "\" width=\"" + number(kPictureWidth) +
                     "\" height=\"" + height +
                     "\" style=\"max-width:100%;height:auto\" role=\"img\"" +
                     " aria-label=\"The forward and backward plan\">\n" + kStyle +
