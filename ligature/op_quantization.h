@@ -74,8 +74,6 @@ struct OpQuantization {
   void follow(const RecipePtr& by) const;
   /// Does it follow it? True for other recipes.
   bool follows(const RecipePtr& by) const;
-  /// The one that it follows; for other recipes its own.
-  RecipePtr recipe_now() const;
   /// What delayed scaling remembers goes where the operation computes now.
   void move_to(at::Device device);
 

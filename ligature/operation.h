@@ -249,7 +249,6 @@ class BasicOperation : public FusibleOperation {
   const std::string& extra_input_channel(size_t index) const;
   const std::string& extra_output_channel(size_t index) const;
   bool extra_output_to_caller(size_t index) const;
-  bool has_channels() const { return !input_channels_.empty() || !output_channels_.empty(); }
   /// Takes over name and channels of another operation, but not that they are fixed.
   void copy_bindings(const BasicOperation& other) {
     label_ = other.label_;

@@ -40,8 +40,6 @@ class FuserNode : public torch::autograd::Node, private SavedValues {
   void release_variables() override;
   std::string name() const override { return "LigatureFuserBackward"; }
 
-  size_t num_saved_tensors() const { return saved_.size(); }
-
  private:
   /// A saved value: tensors in `saved_`, and for a quantized one what puts them together.
   struct Slot {

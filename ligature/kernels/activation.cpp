@@ -10,8 +10,8 @@
 namespace ligature::kernels {
 
 void check_activation(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
-  LIGATURE_CHECK(spec.kind >= ActivationKind::GELU && spec.kind <= ActivationKind::SiTUGLU,
-                 "wanted a known kind of activation, got number ", static_cast<int>(spec.kind));
+  LIGATURE_CHECK(is_known(spec.kind), "wanted a known kind of activation, got number ",
+                 static_cast<int>(spec.kind));
   const char* name = activation_name(spec.kind);
   LIGATURE_CHECK(x.dim() > 0, "[", name, "] wanted an input with at least one dimension, got none");
   if (is_gated(spec.kind)) {
@@ -38,40 +38,6 @@ void check_activation_gradient(const Tensor& dy, const Tensor& x, const Activati
                  x.sizes(), ", got one of shape ", dy.sizes());
   LIGATURE_CHECK(!need_dscales || scales.defined(), "[", activation_name(spec.kind),
                  "] wanted scales for their gradient, got none");
-}
-
-bool is_gated(ActivationKind kind) { return kind >= ActivationKind::GLU; }
-
-const char* activation_name(ActivationKind kind) {
-  switch (kind) {
-    case ActivationKind::GELU:
-      return "GELU";
-    case ActivationKind::QGELU:
-      return "QGELU";
-    case ActivationKind::ReLU:
-      return "ReLU";
-    case ActivationKind::SReLU:
-      return "SReLU";
-    case ActivationKind::SiLU:
-      return "SiLU";
-    case ActivationKind::GLU:
-      return "GLU";
-    case ActivationKind::GEGLU:
-      return "GEGLU";
-    case ActivationKind::QGEGLU:
-      return "QGEGLU";
-    case ActivationKind::ReGLU:
-      return "ReGLU";
-    case ActivationKind::SReGLU:
-      return "SReGLU";
-    case ActivationKind::SwiGLU:
-      return "SwiGLU";
-    case ActivationKind::ClampedSwiGLU:
-      return "ClampedSwiGLU";
-    case ActivationKind::SiTUGLU:
-      return "SiTUGLU";
-  }
-  return "unknown activation";
 }
 
 Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {

@@ -1,38 +1,13 @@
-// The activations, plain and gated. A gated one splits the last dimension 2n into gates a and
-// linear units b and gives n values act(a) * b.
+// The kernels of the activations. Which there are says activation_kind.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include "ligature/kernels/activation_kind.h"
+
 namespace ligature::kernels {
 
 using at::Tensor;
-
-enum class ActivationKind {
-  GELU,   // tanh form
-  QGELU,  // x * sigmoid(1.702 x)
-  ReLU,
-  SReLU,  // relu(x)^2
-  SiLU,
-  GLU,
-  GEGLU,
-  QGEGLU,
-  ReGLU,
-  SReGLU,
-  SwiGLU,
-  ClampedSwiGLU,
-  SiTUGLU,
-};
-
-struct ActivationSpec {
-  ActivationKind kind;
-  double limit = 7.0;               // ClampedSwiGLU
-  double alpha = 1.702;             // ClampedSwiGLU
-  double glu_linear_offset = 1.0;   // ClampedSwiGLU
-  double beta1 = 4.0;               // SiTUGLU
-  double beta2 = 25.0;              // SiTUGLU
-  int64_t glu_interleave_size = 0;  // n > 0: blocks of n gates, n linear units, alternating
-};
 
 struct ActivationBackward {
   Tensor dx;
@@ -45,9 +20,6 @@ struct ActivationRecompute {
   Tensor dx;
   Tensor dbias;  // as in ActivationBackward
 };
-
-bool is_gated(ActivationKind kind);
-const char* activation_name(ActivationKind kind);
 
 /// y = act(x), times the row's factor where `scales`, of shape x.shape[:-1], is defined.
 Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales = {});

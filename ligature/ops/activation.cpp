@@ -7,65 +7,13 @@
 
 namespace ligature {
 
-LIGATURE_REGISTER_OPERATION(GELU);
-LIGATURE_REGISTER_OPERATION(GLU);
-LIGATURE_REGISTER_OPERATION(GEGLU);
-LIGATURE_REGISTER_OPERATION(QGELU);
-LIGATURE_REGISTER_OPERATION(QGEGLU);
-LIGATURE_REGISTER_OPERATION(ReLU);
-LIGATURE_REGISTER_OPERATION(ReGLU);
-LIGATURE_REGISTER_OPERATION(SReLU);
-LIGATURE_REGISTER_OPERATION(SReGLU);
-LIGATURE_REGISTER_OPERATION(SiLU);
-LIGATURE_REGISTER_OPERATION(SwiGLU);
-LIGATURE_REGISTER_OPERATION(ClampedSwiGLU);
-LIGATURE_REGISTER_OPERATION(SiTUGLU);
+#define LIGATURE_ACTIVATION(Name, ...) LIGATURE_REGISTER_OPERATION(Name);
+LIGATURE_ACTIVATIONS(LIGATURE_ACTIVATION, LIGATURE_ACTIVATION, LIGATURE_ACTIVATION)
+#undef LIGATURE_ACTIVATION
 
-namespace {
-
-// Kernels compute in float32.
 void check_finite(const char* op, const char* option, double value) {
   LIGATURE_CHECK(std::isfinite(static_cast<float>(value)), "[", op, "] ", option, " must be finite",
                  std::isfinite(value) ? " in float32" : "", ", got ", value);
-}
-
-}  // namespace
-
-void SwiGLUOptions::check(const char* op) const {
-  LIGATURE_CHECK(!glu_interleave_size || *glu_interleave_size > 0, "[", op,
-                 "] glu_interleave_size must be positive, got ", glu_interleave_size.value_or(0));
-}
-
-void SwiGLUOptions::fill(kernels::ActivationSpec& spec) const {
-  spec.glu_interleave_size = glu_interleave_size.value_or(0);
-}
-
-void ClampedSwiGLUOptions::check(const char* op) const {
-  SwiGLUOptions::check(op);
-  LIGATURE_CHECK(limit > 0, "[", op, "] limit must be positive, got ", limit);
-  check_finite(op, "alpha", alpha);
-  check_finite(op, "glu_linear_offset", glu_linear_offset);
-}
-
-void ClampedSwiGLUOptions::fill(kernels::ActivationSpec& spec) const {
-  SwiGLUOptions::fill(spec);
-  spec.limit = limit;
-  spec.alpha = alpha;
-  spec.glu_linear_offset = glu_linear_offset;
-}
-
-void SiTUGLUOptions::check(const char* op) const {
-  SwiGLUOptions::check(op);
-  LIGATURE_CHECK(beta1 > 0, "[", op, "] beta1 must be positive, got ", beta1);
-  LIGATURE_CHECK(beta2 > 0, "[", op, "] beta2 must be positive, got ", beta2);
-  check_finite(op, "beta1", beta1);
-  check_finite(op, "beta2", beta2);
-}
-
-void SiTUGLUOptions::fill(kernels::ActivationSpec& spec) const {
-  SwiGLUOptions::fill(spec);
-  spec.beta1 = beta1;
-  spec.beta2 = beta2;
 }
 
 namespace {

@@ -1,4 +1,6 @@
-// The activations: one class for all that they do, and a thin one for each that says which it is.
+// The activations: one class for all that they do, and one made of each row of
+// kernels/activation_kind.h, with a holder as torch's: GELUImpl and GELU. The input of a gated
+// activation is [..., 2n]: gates a, then linear units b.
 #pragma once
 
 #include "ligature/kernels/activation.h"
@@ -70,6 +72,9 @@ ValueMeta infer_activation(const BasicOperation& op, const kernels::ActivationSp
                            const InferArgs& args);
 void print_options(std::ostream& stream, const BasicOperation& op);
 
+/// Throws unless a number is finite in float32, in which kernels compute.
+void check_finite(const char* op, const char* option, double value);
+
 struct ActivationOptions {
   bool cache_quantized_input = false;
 
@@ -77,11 +82,16 @@ struct ActivationOptions {
   void fields(F&& f) {
     f("cache_quantized_input", cache_quantized_input);
   }
-  void check(const char*) const {}
   void fill(kernels::ActivationSpec&) const {}
+  void check(const char*) const {}
 };
 
-/// n = `glu_interleave_size`: blocks of n gates and n linear units alternate.
+/// n = `glu_interleave_size`: blocks of n gates and n linear units alternate. Example:
+/// ```
+/// SwiGLUOptions options;
+/// options.glu_interleave_size = 32;
+/// SwiGLU activation(options);
+/// ```
 struct SwiGLUOptions : ActivationOptions {
   std::optional<int64_t> glu_interleave_size;
 
@@ -90,8 +100,13 @@ struct SwiGLUOptions : ActivationOptions {
     ActivationOptions::fields(f);
     f("glu_interleave_size", glu_interleave_size);
   }
-  void check(const char* op) const;
-  void fill(kernels::ActivationSpec& spec) const;
+  void fill(kernels::ActivationSpec& spec) const {
+    spec.glu_interleave_size = glu_interleave_size.value_or(0);
+  }
+  void check(const char* op) const {
+    LIGATURE_CHECK(!glu_interleave_size || *glu_interleave_size > 0, "[", op,
+                   "] glu_interleave_size must be positive, got ", glu_interleave_size.value_or(0));
+  }
 };
 
 struct ClampedSwiGLUOptions : SwiGLUOptions {
@@ -106,8 +121,18 @@ struct ClampedSwiGLUOptions : SwiGLUOptions {
     f("glu_linear_offset", glu_linear_offset);
     SwiGLUOptions::fields(f);
   }
-  void check(const char* op) const;
-  void fill(kernels::ActivationSpec& spec) const;
+  void fill(kernels::ActivationSpec& spec) const {
+    SwiGLUOptions::fill(spec);
+    spec.limit = limit;
+    spec.alpha = alpha;
+    spec.glu_linear_offset = glu_linear_offset;
+  }
+  void check(const char* op) const {
+    SwiGLUOptions::check(op);
+    LIGATURE_CHECK(limit > 0, "[", op, "] limit must be positive, got ", limit);
+    check_finite(op, "alpha", alpha);
+    check_finite(op, "glu_linear_offset", glu_linear_offset);
+  }
 };
 
 struct SiTUGLUOptions : SwiGLUOptions {
@@ -120,8 +145,18 @@ struct SiTUGLUOptions : SwiGLUOptions {
     f("beta2", beta2);
     SwiGLUOptions::fields(f);
   }
-  void check(const char* op) const;
-  void fill(kernels::ActivationSpec& spec) const;
+  void fill(kernels::ActivationSpec& spec) const {
+    SwiGLUOptions::fill(spec);
+    spec.beta1 = beta1;
+    spec.beta2 = beta2;
+  }
+  void check(const char* op) const {
+    SwiGLUOptions::check(op);
+    LIGATURE_CHECK(beta1 > 0, "[", op, "] beta1 must be positive, got ", beta1);
+    LIGATURE_CHECK(beta2 > 0, "[", op, "] beta2 must be positive, got ", beta2);
+    check_finite(op, "beta1", beta1);
+    check_finite(op, "beta2", beta2);
+  }
 };
 
 /// A kind of activation with its options, as an operation of the family `Base`.
@@ -151,103 +186,13 @@ class ActivationOf : public Operation<Self, Base> {
   }
 };
 
-/// tanh form.
-class GELUImpl : public ActivationOf<GELUImpl, kernels::ActivationKind::GELU> {
- public:
-  explicit GELUImpl(Options given = {}) : ActivationOf("GELU", given) {}
-};
-TORCH_MODULE(GELU);
-
-/// sigmoid(a) * b. The input of a gated activation is [..., 2n]: gates a, then linear units b.
-class GLUImpl : public ActivationOf<GLUImpl, kernels::ActivationKind::GLU> {
- public:
-  explicit GLUImpl(Options given = {}) : ActivationOf("GLU", given) {}
-};
-TORCH_MODULE(GLU);
-
-/// gelu(a) * b
-class GEGLUImpl : public ActivationOf<GEGLUImpl, kernels::ActivationKind::GEGLU> {
- public:
-  explicit GEGLUImpl(Options given = {}) : ActivationOf("GEGLU", given) {}
-};
-TORCH_MODULE(GEGLU);
-
-/// x * sigmoid(1.702 x)
-class QGELUImpl : public ActivationOf<QGELUImpl, kernels::ActivationKind::QGELU> {
- public:
-  explicit QGELUImpl(Options given = {}) : ActivationOf("QGELU", given) {}
-};
-TORCH_MODULE(QGELU);
-
-/// qgelu(a) * b
-class QGEGLUImpl : public ActivationOf<QGEGLUImpl, kernels::ActivationKind::QGEGLU> {
- public:
-  explicit QGEGLUImpl(Options given = {}) : ActivationOf("QGEGLU", given) {}
-};
-TORCH_MODULE(QGEGLU);
-
-/// max(x, 0)
-class ReLUImpl : public ActivationOf<ReLUImpl, kernels::ActivationKind::ReLU> {
- public:
-  explicit ReLUImpl(Options given = {}) : ActivationOf("ReLU", given) {}
-};
-TORCH_MODULE(ReLU);
-
-/// relu(a) * b
-class ReGLUImpl : public ActivationOf<ReGLUImpl, kernels::ActivationKind::ReGLU> {
- public:
-  explicit ReGLUImpl(Options given = {}) : ActivationOf("ReGLU", given) {}
-};
-TORCH_MODULE(ReGLU);
-
-/// relu(x)^2
-class SReLUImpl : public ActivationOf<SReLUImpl, kernels::ActivationKind::SReLU> {
- public:
-  explicit SReLUImpl(Options given = {}) : ActivationOf("SReLU", given) {}
-};
-TORCH_MODULE(SReLU);
-
-/// relu(a)^2 * b
-class SReGLUImpl : public ActivationOf<SReGLUImpl, kernels::ActivationKind::SReGLU> {
- public:
-  explicit SReGLUImpl(Options given = {}) : ActivationOf("SReGLU", given) {}
-};
-TORCH_MODULE(SReGLU);
-
-/// x * sigmoid(x)
-class SiLUImpl : public ActivationOf<SiLUImpl, kernels::ActivationKind::SiLU> {
- public:
-  explicit SiLUImpl(Options given = {}) : ActivationOf("SiLU", given) {}
-};
-TORCH_MODULE(SiLU);
-
-/// silu(a) * b. Example:
-/// ```
-/// SwiGLUOptions options;
-/// options.glu_interleave_size = 32;
-/// SwiGLU activation(options);
-/// ```
-class SwiGLUImpl : public ActivationOf<SwiGLUImpl, kernels::ActivationKind::SwiGLU, SwiGLUOptions> {
- public:
-  explicit SwiGLUImpl(Options given = {}) : ActivationOf("SwiGLU", given) {}
-};
-TORCH_MODULE(SwiGLU);
-
-/// a = min(a, limit), b = clamp(b, ±limit) + glu_linear_offset, a * sigmoid(alpha * a) * b
-class ClampedSwiGLUImpl
-    : public ActivationOf<ClampedSwiGLUImpl, kernels::ActivationKind::ClampedSwiGLU,
-                          ClampedSwiGLUOptions> {
- public:
-  explicit ClampedSwiGLUImpl(Options given = {}) : ActivationOf("ClampedSwiGLU", given) {}
-};
-TORCH_MODULE(ClampedSwiGLU);
-
-/// beta1 * tanh(a / beta1) * sigmoid(a) * beta2 * tanh(b / beta2)
-class SiTUGLUImpl
-    : public ActivationOf<SiTUGLUImpl, kernels::ActivationKind::SiTUGLU, SiTUGLUOptions> {
- public:
-  explicit SiTUGLUImpl(Options given = {}) : ActivationOf("SiTUGLU", given) {}
-};
-TORCH_MODULE(SiTUGLU);
+#define LIGATURE_ACTIVATION(Name, OptionsType, ...)                                                \
+  class Name##Impl : public ActivationOf<Name##Impl, kernels::ActivationKind::Name, OptionsType> { \
+   public:                                                                                         \
+    explicit Name##Impl(Options given = {}) : ActivationOf(#Name, given) {}                        \
+  };                                                                                               \
+  TORCH_MODULE(Name);
+LIGATURE_ACTIVATIONS(LIGATURE_ACTIVATION, LIGATURE_ACTIVATION, LIGATURE_ACTIVATION)
+#undef LIGATURE_ACTIVATION
 
 }  // namespace ligature

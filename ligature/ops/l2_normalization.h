@@ -8,8 +8,9 @@ namespace ligature {
 
 struct L2NormalizationOptions {
   double eps = 1e-6;
-  std::optional<int64_t> seq_length;        ///< accepted for compatibility
-  std::optional<int64_t> micro_batch_size;  ///< likewise
+  /// These two: accepted for compatibility, no effect: kernels need no warm-up with the sizes.
+  std::optional<int64_t> seq_length;
+  std::optional<int64_t> micro_batch_size;
 
   template <class F>
   void fields(F&& f) {

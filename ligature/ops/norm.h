@@ -17,7 +17,8 @@ struct NormOptions : ParameterOptions {
   std::vector<int64_t> normalized_shape;  ///< the trailing dimensions that one mean is taken over
   double eps = 1e-5;
   bool zero_centered_gamma = false;  ///< the factor is 1 + weight
-  int64_t sm_margin = 0;             ///< multiprocessors that a GPU kernel leaves free
+  /// Accepted for compatibility, no effect: no kernel leaves multiprocessors free.
+  int64_t sm_margin = 0;
 
   template <class F>
   void fields(F&& f) {

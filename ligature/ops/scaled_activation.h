@@ -24,9 +24,10 @@ class ScaledActivationOperation : public BasicOperation {
   void pretty_print(std::ostream& stream) const override;
 };
 
-/// An activation's options, and whether a grouped MLP may recompute it in backward.
+/// An activation's options and one more.
 template <class Base>
 struct ScaledOptions : Base {
+  /// Accepted for compatibility, no effect: there is no grouped MLP to recompute it in.
   bool activation_recompute_in_mlp = false;
 
   template <class F>

@@ -202,16 +202,6 @@ bool OpQuantization::follows(const RecipePtr& by) const {
   return all;
 }
 
-RecipePtr OpQuantization::recipe_now() const {
-  RecipePtr now;
-  if (is_delayed) {
-    each_state(*this, [&](const Quantizer&, const DelayedScale& state) {
-      if (now == nullptr) now = state.recipe.load();
-    });
-  }
-  return now != nullptr ? now : recipe;
-}
-
 void OpQuantization::move_to(at::Device device) {
   if (device.is_meta()) return;
   const c10::InferenceMode no_inference(false);

@@ -175,8 +175,6 @@ void bind_quantizer(py::module_& m) {
           [](const Quantizer& q, const std::vector<int64_t>& sizes, at::ScalarType dtype,
              at::Device device) { return q.make_empty(sizes, dtype, device); },
           py::arg("sizes"), py::arg("dtype"), py::arg("device"), NoGil())
-      .def("calibrate", py::overload_cast<const Tensor&>(&Quantizer::calibrate, py::const_),
-           py::arg("x"), NoGil())
       .def("why_not", &Quantizer::why_not, py::arg("x"))
       .def(
           "copy", [](const Quantizer& q, bool deep) { return deep ? deep_copy(q) : q.copy(); },

@@ -13,14 +13,6 @@ using kernels::ActivationSpec;
 
 namespace {
 
-std::vector<ActivationKind> all_kinds() {
-  std::vector<ActivationKind> kinds;
-  for (int k = 0; k <= static_cast<int>(ActivationKind::SiTUGLU); ++k) {
-    kinds.push_back(static_cast<ActivationKind>(k));
-  }
-  return kinds;
-}
-
 struct Case {
   ActivationSpec spec;
   Size size;  // of the results
@@ -85,7 +77,7 @@ void check(const Case& c) {
 
 TEST(CudaActivationTest, EveryKind) {
   SKIP_WITHOUT_GPU();
-  for (const ActivationKind kind : all_kinds()) {
+  for (const ActivationKind kind : kernels::kActivationKinds) {
     for (const at::ScalarType dtype : cuda_dtypes()) {
       for (const Size size : {Size{3, 7}, {64, 256}, {200, 1023}}) check({{kind}, size, dtype});
       check({{kind}, {33, 2816}, dtype, false});

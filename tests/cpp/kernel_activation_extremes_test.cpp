@@ -19,14 +19,6 @@ namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-constexpr ActivationKind kPlain[] = {ActivationKind::GELU, ActivationKind::QGELU,
-                                     ActivationKind::ReLU, ActivationKind::SReLU,
-                                     ActivationKind::SiLU};
-constexpr ActivationKind kGated[] = {ActivationKind::GLU,           ActivationKind::GEGLU,
-                                     ActivationKind::QGEGLU,        ActivationKind::ReGLU,
-                                     ActivationKind::SReGLU,        ActivationKind::SwiGLU,
-                                     ActivationKind::ClampedSwiGLU, ActivationKind::SiTUGLU};
-
 /// Both signs of every value that the dtype holds, infinity among them.
 Tensor extremes(at::ScalarType dtype, bool infinite) {
   std::vector<double> values = {0,    1,    20,   40,   80,   87,   88,   88.3, 88.5,
@@ -177,9 +169,9 @@ TEST(KernelActivationExtremes, AreAsInFloat64) {
   for_each_device_and_dtype([](at::Device device, at::ScalarType dtype) {
     const Tensor a = extremes(dtype, false).to(device);
     for (const Kernels& k : kBoth) {
-      for (const auto kind : kPlain) check(k, {kind}, a, false);
-      for (const auto kind : kGated) {
-        for (const bool scaled : {false, true}) check(k, {kind}, a, scaled);
+      for (const auto kind : kernels::kActivationKinds) {
+        check(k, {kind}, a, false);
+        if (kernels::is_gated(kind)) check(k, {kind}, a, true);
       }
       check(k, {ActivationKind::SReLU}, a, true);
     }
@@ -190,8 +182,7 @@ TEST(KernelActivationExtremes, AreAsInFloat64) {
 TEST(KernelActivationExtremes, AreAsInTorchAtInfinity) {
   for_each_device_and_dtype([](at::Device device, at::ScalarType dtype) {
     const Tensor a = extremes(dtype, true).to(device);
-    for (const auto kind : kPlain) check(kBoth[0], {kind}, a, false);
-    for (const auto kind : kGated) check(kBoth[0], {kind}, a, false);
+    for (const auto kind : kernels::kActivationKinds) check(kBoth[0], {kind}, a, false);
   });
 }
 
@@ -199,8 +190,7 @@ TEST(KernelActivationExtremes, LongRowsTakeTheSameFormulas) {
   for (const at::Device device : test_devices()) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
       const Tensor a = extremes(dtype, false).repeat(100).to(device);
-      for (const auto kind : kPlain) check(kBoth[0], {kind}, a, false);
-      for (const auto kind : kGated) check(kBoth[0], {kind}, a, false);
+      for (const auto kind : kernels::kActivationKinds) check(kBoth[0], {kind}, a, false);
     }
   }
 }

@@ -16,13 +16,6 @@ using kernels::ActivationSpec;
 
 namespace {
 
-constexpr ActivationKind kKinds[] = {
-    ActivationKind::GELU,   ActivationKind::QGELU,  ActivationKind::ReLU,
-    ActivationKind::SReLU,  ActivationKind::SiLU,   ActivationKind::GLU,
-    ActivationKind::GEGLU,  ActivationKind::QGEGLU, ActivationKind::ReGLU,
-    ActivationKind::SReGLU, ActivationKind::SwiGLU, ActivationKind::ClampedSwiGLU,
-    ActivationKind::SiTUGLU};
-
 Tensor tanh_gelu(const Tensor& x) {
   return 0.5 * x * (1 + at::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
 }
@@ -175,7 +168,7 @@ void check(const Backend& k, const ActivationSpec& spec, at::Device device, at::
 TEST(ActivationTest, EveryKindForwardAndBackward) {
   for (const Backend& k : kBoth) {
     for_each_device_and_dtype([&](at::Device device, at::ScalarType dtype) {
-      for (const ActivationKind kind : kKinds) {
+      for (const ActivationKind kind : kernels::kActivationKinds) {
         for (const auto& shape : test_shapes(46)) {
           check(k, {.kind = kind}, device, dtype, shape, false);
           check(k, {.kind = kind}, device, dtype, shape, true);
@@ -219,7 +212,7 @@ TEST(ActivationTest, Options) {
 
 TEST(ActivationTest, InPlace) {
   for_each_device_and_dtype([](at::Device device, at::ScalarType dtype) {
-    for (const ActivationKind kind : kKinds) {
+    for (const ActivationKind kind : kernels::kActivationKinds) {
       Tensor x = random_tensor({5, 700}, dtype, device);
       if (kernels::is_gated(kind)) {
         EXPECT_THROW(kernels::activation_forward_(x, {.kind = kind}), c10::Error);
@@ -272,7 +265,7 @@ TEST(ActivationTest, BordersAndExtremes) {
 
 TEST(ActivationTest, NaNStaysNaN) {
   for (const at::Device device : test_devices()) {
-    for (const ActivationKind kind : kKinds) {
+    for (const ActivationKind kind : kernels::kActivationKinds) {
       const Tensor x = at::full({1, 64}, NAN, device);
       const Tensor y = kernels::activation_forward(x, {.kind = kind});
       EXPECT_TRUE(y.isnan().all().item<bool>()) << kernels::activation_name(kind);

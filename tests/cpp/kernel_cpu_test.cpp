@@ -36,14 +36,6 @@ struct Case {
   std::function<Results(const Tensor& x, const Tensor& other)> run;
 };
 
-std::vector<ActivationKind> all_kinds() {
-  std::vector<ActivationKind> kinds;
-  for (int kind = 0; kind <= static_cast<int>(ActivationKind::SiTUGLU); ++kind) {
-    kinds.push_back(static_cast<ActivationKind>(kind));
-  }
-  return kinds;
-}
-
 Tensor weight_of(const Tensor& x) {
   return at::linspace(0.5, 1.5, x.size(-1), at::kDouble).to(at::kBFloat16).to(x.scalar_type());
 }
@@ -109,7 +101,7 @@ std::vector<Case> cases() {
              {f.y, f.mask.to(x.scalar_type()), kernels::dropout_backward(dy, f.mask, 0.25)}, {}};
        }},
   };
-  for (const ActivationKind kind : all_kinds()) {
+  for (const ActivationKind kind : kernels::kActivationKinds) {
     made.push_back({kernels::activation_name(kind),
                     [kind](const Tensor& x, const Tensor& dy) { return activation(kind, x, dy); }});
   }
@@ -228,7 +220,7 @@ TEST(CpuKernelTest, BiasAndActivationAreOneAfterTheOther) {
       for (const int64_t offset : {0, 1}) {
         const Tensor x = moved(random_tensor({37, columns}, dtype, at::kCPU, 3.0), offset);
         const Tensor z = kernels::bias_forward(x, weight_of(x));
-        for (const ActivationKind kind : all_kinds()) {
+        for (const ActivationKind kind : kernels::kActivationKinds) {
           const Tensor y = kernels::activation_forward(z, {.kind = kind});
           const std::string where =
               describe(kernels::activation_name(kind), at::kCPU, dtype, x.sizes());

@@ -163,8 +163,8 @@ TEST_F(QuantizeCudaTest, Activations) {
 
 TEST_F(QuantizeCudaTest, EveryActivation) {
   const Format format{.scaling = Scaling::Block};
-  for (int kind = 0; kind <= static_cast<int>(ActivationKind::SiTUGLU); ++kind) {
-    const ActivationSpec spec{static_cast<ActivationKind>(kind)};
+  for (const ActivationKind kind : kernels::kActivationKinds) {
+    const ActivationSpec spec{kind};
     const std::string where = kernels::activation_name(spec.kind);
     const Tensor x = random_on_gpu({150, 512}, at::kBFloat16);
     const QuantizeArgs args = on_gpu(args_of(format));

@@ -155,8 +155,8 @@ TEST(QuantizeFusedTest, Activations) {
 
 TEST(QuantizeFusedTest, EveryActivation) {
   const Format format{.scaling = Scaling::MX};
-  for (int kind = 0; kind <= static_cast<int>(ActivationKind::SiTUGLU); ++kind) {
-    ActivationSpec spec{static_cast<ActivationKind>(kind)};
+  for (const ActivationKind kind : kernels::kActivationKinds) {
+    ActivationSpec spec{kind};
     const std::string where = kernels::activation_name(spec.kind);
     for (const int64_t columns : {2, 70, 1066}) {
       torch::manual_seed(2);

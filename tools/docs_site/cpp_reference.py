@@ -1,13 +1,16 @@
 """The reference of the C++ library: what its headers declare, with the comments above it.
 
 A header is read by a scanner that knows just enough: comments, brackets, where a body ends. Bodies,
-private members and `detail` namespaces are left out.
+private members and `detail` namespaces are left out. Where a header applies a macro to the rows of
+a table (kernels/activation_kind.h), it declares what the macro says of each row.
 """
 
 from __future__ import annotations
 
+import functools
 import html
 import re
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -139,6 +142,7 @@ class Scanner:
             self._take(r"\s*;")
             return Item(text, doc, members=members, access=access)
         text = re.sub(r"\)\s*:(?!:)\s.*", ")", text, flags=re.S)  # without the list of initializers
+        text = re.sub(r"\s*=$", "", text)
         initialized = re.search(r"[\w>]\s*$", text) and "(" not in text
         self._skip_body()
         while self._take(r"\s*,\s*[\w<>:]+\s*(?=[{(])|\s*(?=\{)"):
@@ -191,8 +195,73 @@ class Scanner:
         return "\n".join(line[indent:] if not line[:indent].strip() else line for line in lines)
 
 
+@dataclass
+class Table:
+    """A macro whose body is rows: calls of its parameters, each with its comment before it."""
+
+    parameters: list[str]
+    rows: list[tuple[str, str, list[str]]]  # comment, parameter, arguments
+
+
+ROW = re.compile(r"\s*(?:/\*(.*?)\*/)?\s*(\w+)\(([^()]*)\)", re.S)
+
+
+def _macros(text: str) -> list[tuple[int, str, list[str], str]]:
+    """The macros with arguments: where, name, parameters, body."""
+    return [
+        (found.start(), found[1], _listed(found[2]), found[3].replace("\\\n", "\n"))
+        for found in re.finditer(r"^#define (\w+)\((.*?)\)((?:.*\\\n)*.*\n)", text, re.M)
+    ]
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+@functools.cache
+def find_tables(root: Path) -> dict[str, Table]:
+    tables = {}
+    for path in sorted(root.rglob("*.h")):
+        for _, name, parameters, body in _macros(path.read_text(encoding="utf-8")):
+            rows = [
+                (re.sub(r"\s+", " ", row[1] or "").strip(), row[2], _listed(row[3]))
+                for row in ROW.finditer(body)
+            ]
+            if rows and not ROW.sub("", body).strip() and {r[1] for r in rows} <= {*parameters}:
+                tables[name] = Table(parameters, rows)
+    return tables
+
+
+def expand_tables(text: str, tables: dict[str, Table]) -> str:
+    """The text with each `TABLE(MACRO, ...)` written out row by row."""
+    for name, table in tables.items():
+        while found := re.search(rf"^([ \t]*){name}\(([^()]*)\)", text, re.M):
+            known = {m: (p, body) for at, m, p, body in _macros(text) if at < found.start()}
+            macros = dict(zip(table.parameters, _listed(found[2]), strict=True))
+            rows = []
+            for comment, parameter, arguments in table.rows:
+                parameters, body = known[macros[parameter]]
+                values = dict(zip(parameters, arguments, strict=False))
+                rows.append(f"/// {comment}\n" if comment else "")
+                rows[-1] += textwrap.dedent(_filled_in(body, values)).strip("\n")
+            written = textwrap.indent("\n".join(rows), found[1])
+            text = text[: found.start()] + written + text[found.end() :]
+    return text
+
+
+def _filled_in(body: str, values: dict[str, str]) -> str:
+    """The body of a macro with its arguments."""
+
+    def put(found: re.Match[str]) -> str:
+        value = values.get(found[2], found[2])
+        return f'"{value}"' if found[1] else value
+
+    body = re.sub(r"((?<!#)#(?!#))?\b(\w+)", put, body).replace("##", "")
+    return "\n".join(line.rstrip() for line in body.splitlines())
+
+
 def read_header(path: Path, root: Path) -> Header:
-    text = path.read_text(encoding="utf-8")
+    text = expand_tables(path.read_text(encoding="utf-8"), find_tables(root))
     intro = []
     for line in text.splitlines():
         if not line.startswith("//"):

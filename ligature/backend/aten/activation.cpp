@@ -39,72 +39,89 @@ Partials scaled_silu(const Tensor& x, double k, bool derivative) {
   return result;
 }
 
-Partials plain(ActivationKind kind, const Tensor& x, bool derivative) {
-  switch (kind) {
-    case ActivationKind::GELU:
-    case ActivationKind::GEGLU:
-      // Beyond 1000 the derivative is 0 or 1; torch's is no number where x^2 overflows.
-      return {at::gelu(x, "tanh"),
-              derivative
-                  ? at::gelu_backward(at::ones_like(x), at::clamp(x, -1000.0, 1000.0), "tanh")
-                  : Tensor(),
-              {}};
-    case ActivationKind::QGELU:
-    case ActivationKind::QGEGLU:
-      return scaled_silu(x, 1.702, derivative);
-    case ActivationKind::ReLU:
-    case ActivationKind::ReGLU:
-      // Not x > 0: as in torch, the gradient at NaN passes.
-      return {at::relu(x), derivative ? 1 - (x <= 0).to(x.scalar_type()) : Tensor(), {}};
-    case ActivationKind::SReLU:
-    case ActivationKind::SReGLU: {
-      const Tensor r = at::relu(x);
-      return {r * r, derivative ? 2 * r : Tensor(), {}};
+struct GELU {
+  // Beyond 1000 the derivative is 0 or 1; torch's is no number where x^2 overflows.
+  static Partials of(const Tensor& x, const ActivationSpec&, bool derivative) {
+    return {at::gelu(x, "tanh"),
+            derivative ? at::gelu_backward(at::ones_like(x), at::clamp(x, -1000.0, 1000.0), "tanh")
+                       : Tensor(),
+            {}};
+  }
+};
+
+struct QGELU {
+  static Partials of(const Tensor& x, const ActivationSpec&, bool derivative) {
+    return scaled_silu(x, 1.702, derivative);
+  }
+};
+
+struct ReLU {
+  // Not x > 0: as in torch, the gradient at NaN passes.
+  static Partials of(const Tensor& x, const ActivationSpec&, bool derivative) {
+    return {at::relu(x), derivative ? 1 - (x <= 0).to(x.scalar_type()) : Tensor(), {}};
+  }
+};
+
+struct SReLU {
+  static Partials of(const Tensor& x, const ActivationSpec&, bool derivative) {
+    const Tensor r = at::relu(x);
+    return {r * r, derivative ? 2 * r : Tensor(), {}};
+  }
+};
+
+struct SiLU {
+  static Partials of(const Tensor& x, const ActivationSpec&, bool derivative) {
+    return scaled_silu(x, 1.0, derivative);
+  }
+};
+
+struct Sigmoid {
+  static Partials of(const Tensor& x, const ActivationSpec&, bool derivative) {
+    const Tensor s = at::sigmoid(x);
+    return {s, derivative ? s * (1 - s) : Tensor(), {}};
+  }
+};
+
+/// act(a) * b.
+template <class Gate>
+struct Gated {
+  static Partials of(const Tensor& a, const Tensor& b, const ActivationSpec& spec,
+                     bool derivative) {
+    const Partials gate = Gate::of(a, spec, derivative);
+    return {gate.y * b, derivative ? gate.da * b : Tensor(), gate.y};
+  }
+};
+
+struct ClampedSwiGLU {
+  static Partials of(const Tensor& a, const Tensor& b, const ActivationSpec& spec,
+                     bool derivative) {
+    const Partials gate = scaled_silu(at::clamp_max(a, spec.limit), spec.alpha, derivative);
+    const Tensor linear = at::clamp(b, -spec.limit, spec.limit) + spec.glu_linear_offset;
+    Partials result{gate.y * linear, {}, {}};
+    if (derivative) {
+      result.da = at::where(a > spec.limit, 0.0, gate.da * linear);
+      result.db = at::where(b.abs() <= spec.limit, gate.y, 0.0);
     }
-    case ActivationKind::SiLU:
-    case ActivationKind::SwiGLU:
-      return scaled_silu(x, 1.0, derivative);
-    case ActivationKind::GLU: {
-      const Tensor s = at::sigmoid(x);
-      return {s, derivative ? s * (1 - s) : Tensor(), {}};
+    return result;
+  }
+};
+
+struct SiTUGLU {
+  static Partials of(const Tensor& a, const Tensor& b, const ActivationSpec& spec,
+                     bool derivative) {
+    const Tensor ta = at::tanh(a / spec.beta1);
+    const Tensor tb = at::tanh(b / spec.beta2);
+    const Tensor s = at::sigmoid(a);
+    const Tensor gate = spec.beta1 * ta * s;
+    const Tensor linear = spec.beta2 * tb;
+    Partials result{gate * linear, {}, {}};
+    if (derivative) {
+      result.da = ((1 - ta * ta) * s + gate * (1 - s)) * linear;
+      result.db = gate * (1 - tb * tb);
     }
-    default:
-      LIGATURE_CHECK(false, "[activation] wanted a known kind, got ", static_cast<int>(kind));
+    return result;
   }
-}
-
-Partials clamped_swiglu(const Tensor& a, const Tensor& b, const ActivationSpec& spec,
-                        bool derivative) {
-  const Partials gate = scaled_silu(at::clamp_max(a, spec.limit), spec.alpha, derivative);
-  const Tensor linear = at::clamp(b, -spec.limit, spec.limit) + spec.glu_linear_offset;
-  Partials result{gate.y * linear, {}, {}};
-  if (derivative) {
-    result.da = at::where(a > spec.limit, 0.0, gate.da * linear);
-    result.db = at::where(b.abs() <= spec.limit, gate.y, 0.0);
-  }
-  return result;
-}
-
-Partials situ_glu(const Tensor& a, const Tensor& b, const ActivationSpec& spec, bool derivative) {
-  const Tensor ta = at::tanh(a / spec.beta1);
-  const Tensor tb = at::tanh(b / spec.beta2);
-  const Tensor s = at::sigmoid(a);
-  const Tensor gate = spec.beta1 * ta * s;
-  const Tensor linear = spec.beta2 * tb;
-  Partials result{gate * linear, {}, {}};
-  if (derivative) {
-    result.da = ((1 - ta * ta) * s + gate * (1 - s)) * linear;
-    result.db = gate * (1 - tb * tb);
-  }
-  return result;
-}
-
-Partials gated(const Tensor& a, const Tensor& b, const ActivationSpec& spec, bool derivative) {
-  if (spec.kind == ActivationKind::ClampedSwiGLU) return clamped_swiglu(a, b, spec, derivative);
-  if (spec.kind == ActivationKind::SiTUGLU) return situ_glu(a, b, spec, derivative);
-  const Partials gate = plain(spec.kind, a, derivative);
-  return {gate.y * b, derivative ? gate.da * b : Tensor(), gate.y};
-}
+};
 
 // x as [rows, blocks, 2, block] for gated kinds, [rows, 1, features] else; results drop the 2.
 Tensor as_blocks(const Tensor& x, const ActivationSpec& spec) {
@@ -117,8 +134,24 @@ Tensor as_blocks(const Tensor& x, const ActivationSpec& spec) {
 
 Partials evaluate(const Tensor& x, const ActivationSpec& spec, bool derivative) {
   const Tensor blocks = as_blocks(to_compute(x, x), spec);
-  if (!is_gated(spec.kind)) return plain(spec.kind, blocks, derivative);
-  return gated(blocks.select(2, 0), blocks.select(2, 1), spec, derivative);
+  const auto a = [&] { return blocks.select(2, 0); };
+  const auto b = [&] { return blocks.select(2, 1); };
+  switch (spec.kind) {
+#define LIGATURE_PLAIN(Name, ...) \
+  case ActivationKind::Name:      \
+    return Name::of(blocks, spec, derivative);
+#define LIGATURE_GATED(Name, Options, Gate) \
+  case ActivationKind::Name:                \
+    return Gated<Gate>::of(a(), b(), spec, derivative);
+#define LIGATURE_OWN(Name, ...) \
+  case ActivationKind::Name:    \
+    return Name::of(a(), b(), spec, derivative);
+    LIGATURE_ACTIVATIONS(LIGATURE_PLAIN, LIGATURE_GATED, LIGATURE_OWN)
+#undef LIGATURE_PLAIN
+#undef LIGATURE_GATED
+#undef LIGATURE_OWN
+  }
+  LIGATURE_CHECK(false, "[activation] wanted a known kind, got ", static_cast<int>(spec.kind));
 }
 
 Tensor row_factors(const Tensor& scales, const Tensor& x) {

@@ -1,5 +1,7 @@
-// The activations as formulas. Each plain one gives its value, and value and derivative together
-// since they share the transcendental; a gated one gives both partial derivatives.
+// The activations as formulas, named as in the rows of kernels/activation_kind.h. Each plain one
+// gives its value, and value and derivative together since they share the transcendental; it may
+// give the gradient too where that is not dy times the derivative. One of gates and linear units
+// gives both partial derivatives.
 #pragma once
 
 #include "ligature/backend/cpu/vector_math.h"
@@ -65,6 +67,9 @@ struct ReLU {
   LIGATURE_INLINE C value(C x) const { return select(x <= C(0), C(0), x); }
   LIGATURE_INLINE Derivative<C> derivative(C x) const {
     return {value(x), select(x <= C(0), C(0), C(1))};
+  }
+  LIGATURE_INLINE C gradient(C dy, const Derivative<C>& d) const {
+    return select(d.dx == C(0), C(0), dy);  // infinity times zero would be no number
   }
 };
 

@@ -43,7 +43,7 @@ LIGATURE_SIMD void plain_backward(const ActivationSpec& spec, const BackwardPiec
     const C dy = Cast<T, C>::apply(p.dy[i]);
     const Derivative<C> d = f.derivative(Cast<T, C>::apply(p.a[i]));
     C da = dy * d.dx;
-    if constexpr (std::is_same_v<F, ReLU<C>>) da = select(d.dx == C(0), C(0), dy);
+    if constexpr (requires { f.gradient(dy, d); }) da = f.gradient(dy, d);
     p.da[i] = Cast<C, T>::apply(da);
     if constexpr (besides == Besides::y) p.y[i] = Cast<C, T>::apply(d.y);
     if constexpr (besides == Besides::sums) p.da_sums[i] += da;
@@ -123,15 +123,15 @@ LIGATURE_SIMD void relu_backward(const ActivationSpec&, const BackwardPiece<T>& 
   }
 }
 
-template <typename T>
-constexpr ActivationLoops<T> relu_loops{relu_forward<T>, relu_backward<T>,
-                                        plain_backward<T, ReLU<ComputeType<T>>, Besides::y>,
-                                        plain_backward<T, ReLU<ComputeType<T>>, Besides::sums>};
-
 template <typename T, typename F>
 constexpr ActivationLoops<T> plain{plain_forward<T, F>, plain_backward<T, F, Besides::nothing>,
                                    plain_backward<T, F, Besides::y>,
                                    plain_backward<T, F, Besides::sums>};
+
+template <typename T>
+constexpr ActivationLoops<T> plain<T, ReLU<ComputeType<T>>>{
+    relu_forward<T>, relu_backward<T>, plain_backward<T, ReLU<ComputeType<T>>, Besides::y>,
+    plain_backward<T, ReLU<ComputeType<T>>, Besides::sums>};
 
 template <typename T, typename F>
 constexpr ActivationLoops<T> gated{gated_forward<T, F>, gated_backward<T, F, Besides::nothing>,
@@ -144,32 +144,19 @@ template <typename T>
 ActivationLoops<T> activation_loops(ActivationKind kind) {
   using C = ComputeType<T>;
   switch (kind) {
-    case ActivationKind::GELU:
-      return plain<T, GELU<C>>;
-    case ActivationKind::QGELU:
-      return plain<T, QGELU<C>>;
-    case ActivationKind::ReLU:
-      return relu_loops<T>;
-    case ActivationKind::SReLU:
-      return plain<T, SReLU<C>>;
-    case ActivationKind::SiLU:
-      return plain<T, SiLU<C>>;
-    case ActivationKind::GLU:
-      return gated<T, Gated<C, Sigmoid<C>>>;
-    case ActivationKind::GEGLU:
-      return gated<T, Gated<C, GELU<C>>>;
-    case ActivationKind::QGEGLU:
-      return gated<T, Gated<C, QGELU<C>>>;
-    case ActivationKind::ReGLU:
-      return gated<T, Gated<C, ReLU<C>>>;
-    case ActivationKind::SReGLU:
-      return gated<T, Gated<C, SReLU<C>>>;
-    case ActivationKind::SwiGLU:
-      return gated<T, Gated<C, SiLU<C>>>;
-    case ActivationKind::ClampedSwiGLU:
-      return gated<T, ClampedSwiGLU<C>>;
-    case ActivationKind::SiTUGLU:
-      return gated<T, SiTUGLU<C>>;
+#define LIGATURE_PLAIN(Name, ...) \
+  case ActivationKind::Name:      \
+    return plain<T, Name<C>>;
+#define LIGATURE_GATED(Name, Options, Gate) \
+  case ActivationKind::Name:                \
+    return gated<T, Gated<C, Gate<C>>>;
+#define LIGATURE_OWN(Name, ...) \
+  case ActivationKind::Name:    \
+    return gated<T, Name<C>>;
+    LIGATURE_ACTIVATIONS(LIGATURE_PLAIN, LIGATURE_GATED, LIGATURE_OWN)
+#undef LIGATURE_PLAIN
+#undef LIGATURE_GATED
+#undef LIGATURE_OWN
   }
   LIGATURE_CHECK(false, "[activation] wanted a known kind, got ", static_cast<int>(kind));
 }

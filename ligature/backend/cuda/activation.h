@@ -17,16 +17,9 @@ ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
                                        bool need_dscales, bool need_dbias, bool over_x = false);
 
 /// As the .cu files know them.
-inline Activation kind_of(const ActivationSpec& spec) {
-  static_assert(
-      static_cast<int>(kernels::ActivationKind::GLU) == static_cast<int>(Activation::GLU) &&
-      static_cast<int>(kernels::ActivationKind::SiTUGLU) == static_cast<int>(Activation::SiTUGLU));
-  return static_cast<Activation>(spec.kind);
-}
-
 inline ActivationParams params_of(const ActivationSpec& spec) {
   ActivationParams params;
-  params.kind = kind_of(spec);
+  params.kind = spec.kind;
   params.limit = static_cast<float>(spec.limit);
   params.alpha = static_cast<float>(spec.alpha);
   params.offset = static_cast<float>(spec.glu_linear_offset);

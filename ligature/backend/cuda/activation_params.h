@@ -3,26 +3,12 @@
 
 #include <cstdint>
 
+#include "ligature/kernels/activation_kind.h"
+
 namespace ligature::cuda {
 
-/// kernels::ActivationKind, in the same order.
-enum class Activation : int {
-  GELU,
-  QGELU,
-  ReLU,
-  SReLU,
-  SiLU,
-  GLU,
-  GEGLU,
-  QGEGLU,
-  ReGLU,
-  SReGLU,
-  SwiGLU,
-  ClampedSwiGLU,
-  SiTUGLU,
-};
-
-constexpr bool is_gated(Activation kind) { return kind >= Activation::GLU; }
+using Activation = kernels::ActivationKind;
+using kernels::is_gated;
 
 /// kernels::ActivationSpec as params_of in activation.h makes it.
 struct ActivationParams {

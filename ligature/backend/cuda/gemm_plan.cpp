@@ -370,20 +370,15 @@ void search(Plan& plan, const Gemm& gemm, const Key& key, int device, Stream str
   choices().by_key[key] = plan.choice;
 }
 
-std::atomic<bool>& search_flag() {
-  static std::atomic<bool> on = [] {
+}  // namespace
+
+bool gemm_search() {
+  static const bool on = [] {
     const char* text = std::getenv("LIGATURE_GEMM_SEARCH");
     return text != nullptr && std::strcmp(text, "1") == 0;
   }();
   return on;
 }
-
-}  // namespace
-
-void set_gemm_search(bool on) { search_flag() = on; }
-bool gemm_search() { return search_flag().load(std::memory_order_relaxed); }
-
-size_t gemm_plan_count() { return plans().size(); }
 
 bool gemm_available(const Gemm& gemm, int device) {
   return plan_for(gemm, Key(gemm, device), device).choice.available;

@@ -66,10 +66,6 @@ void run_gemm(const Gemm& gemm, int device, Stream stream);
 
 /// Whether the first product of each kind tries several algorithms and keeps the fastest, which
 /// waits for the device; off unless LIGATURE_GEMM_SEARCH=1 is set. Never while a graph is captured.
-void set_gemm_search(bool on);
 bool gemm_search();
-
-/// Plans that this thread holds, for tests.
-size_t gemm_plan_count();
 
 }  // namespace ligature::cuda

@@ -200,7 +200,7 @@ bool casts_tiles(int64_t rows, const Format& format) {
 
 ActivationSource source_of(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
   ActivationSource source{};
-  source.kind = kind_of(spec);
+  source.kind = spec.kind;
   source.params = params_of(spec);
   source.x = x.const_data_ptr();
   source.scales = data_of(scales);

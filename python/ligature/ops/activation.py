@@ -37,7 +37,8 @@ def _interleaved() -> Any:
 
 def _recomputed() -> Any:
     return option(
-        "activation_recompute_in_mlp", "Whether a grouped MLP may compute it again in backward."
+        "activation_recompute_in_mlp",
+        "Accepted for compatibility, no effect: there is no grouped MLP to recompute it in.",
     )
 
 
@@ -176,7 +177,11 @@ class _ScaledGLU(BuiltinOperation):
 
 
 class ScaledSwiGLU(_ScaledGLU):
-    """SwiGLU times an extra input: one scale per row, of the shape without the last dimension."""
+    """SwiGLU times an extra input: one scale per row, of the shape without the last dimension.
+
+    ``activation_recompute_in_mlp``, of this and the other scaled activations, is accepted for
+    compatibility, no effect: there is no grouped MLP to recompute it in.
+    """
 
     def __init__(
         self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False

@@ -11,37 +11,14 @@ import torch
 
 from .._arguments import check_group, listed
 from ..quantization.model_init import quantize_new_weight
+from . import activation
 from ._builtin import BuiltinOperation, option
-from .activation import (
-    GEGLU,
-    GELU,
-    GLU,
-    QGEGLU,
-    QGELU,
-    ClampedSwiGLU,
-    ReGLU,
-    ReLU,
-    ScaledClampedQGeGLU,
-    ScaledSiTUGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
-    SiLU,
-    SiTUGLU,
-    SReGLU,
-    SReLU,
-    SwiGLU,
-)
+from .activation import *  # noqa: F403
 
 __all__ = [
-    "GEGLU",
-    "GELU",
-    "GLU",
-    "QGEGLU",
-    "QGELU",
     "AddExtraInput",
     "BasicLinear",
     "Bias",
-    "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
     "Identity",
@@ -50,19 +27,9 @@ __all__ = [
     "MakeExtraOutput",
     "Quantize",
     "RMSNorm",
-    "ReGLU",
-    "ReLU",
     "Reshape",
-    "SReGLU",
-    "SReLU",
-    "ScaledClampedQGeGLU",
-    "ScaledSReLU",
-    "ScaledSiTUGLU",
-    "ScaledSwiGLU",
-    "SiLU",
-    "SiTUGLU",
-    "SwiGLU",
 ]
+__all__ += activation.__all__
 
 Device = torch.device | str | None
 
@@ -139,12 +106,18 @@ class BasicLinear(_Part):
         out_features: size of the output's last dimension.
         device: where the weight lives; by default torch's default device, CUDA where there is one.
         dtype: of the weight; by default torch's default dtype.
-        tensor_parallel_mode, tensor_parallel_group, sequence_parallel: distribution over processes.
+        tensor_parallel_mode, tensor_parallel_group: accepted for compatibility, no effect: a group
+            of one process has nothing to split, and a larger one is refused, as this version has no
+            tensor parallelism.
+        sequence_parallel: accepted for compatibility, no effect: it is about tensor parallelism.
         rng_state_tracker_function: gives an object whose ``fork()`` surrounds the initialization.
         accumulate_into_main_grad: add the weight's gradient into ``weight.main_grad`` (or overwrite
             it when ``weight.overwrite_main_grad``) instead of ``weight.grad``.
         userbuffers_options: accepted for compatibility, no effect: this version overlaps no
             communication with GEMMs, and ``explain()`` says so.
+
+    A call's ``is_first_microbatch`` is accepted for compatibility, no effect: a weight is quantized
+    again when it has changed.
     """
 
     in_features: int = option("in_features", "Size of the input's last dimension.")
@@ -207,7 +180,11 @@ class BasicLinear(_Part):
 
 
 class Bias(_Part):
-    """``y = x + b`` over the last dimension, of this ``size``."""
+    """``y = x + b`` over the last dimension, of this ``size``.
+
+    ``tensor_parallel`` and ``tensor_parallel_group`` are accepted for compatibility, no effect: a
+    group of one process has nothing to split, and a larger one is refused.
+    """
 
     size: int = option("size", "Number of features.")
 
@@ -265,6 +242,7 @@ class LayerNorm(_Norm):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the trailing dimensions.
 
     Statistics are computed in float32. With ``zero_centered_gamma`` the factor is ``1 + weight``.
+    ``sm_margin`` is accepted for compatibility, no effect: no kernel leaves multiprocessors free.
     """
 
 
@@ -272,11 +250,16 @@ class RMSNorm(_Norm):
     """``x / sqrt(mean(x²) + eps) * weight`` over the trailing dimensions.
 
     Statistics are computed in float32. With ``zero_centered_gamma`` the factor is ``1 + weight``.
+    ``sm_margin`` is accepted for compatibility, no effect: no kernel leaves multiprocessors free.
     """
 
 
 class L2Normalization(BuiltinOperation):
-    """``x / sqrt(sum(x²) + eps)`` over the last dimension."""
+    """``x / sqrt(sum(x²) + eps)`` over the last dimension.
+
+    ``seq_length`` and ``micro_batch_size`` are accepted for compatibility, no effect: kernels need
+    no warm-up with the sizes to come.
+    """
 
     eps: float = option("eps", "Added to the sum of squares.")
 

@@ -84,7 +84,7 @@ class Float8CurrentScalingQuantizer(_Reducing):
 
     Args:
         fp8_dtype: ``DType.kFloat8E4M3`` or ``DType.kFloat8E5M2``.
-        device: Not needed: tensors are quantized where they are.
+        device: Accepted for compatibility, no effect: tensors are quantized where they are.
         rowwise: Whether to make row-wise data.
         columnwise: Whether to make column-wise data.
         force_pow_2_scales: Round the factor down to a power of two.
@@ -212,7 +212,8 @@ class NVFP4Quantizer(_Reducing):
         with_amax_reduction: Use the largest magnitude of all processes of a group.
         amax_reduction_group: That group; the default one when None.
         with_rht: Column-wise data is of the tensor after a random Hadamard transform.
-        with_post_rht_amax: Its largest magnitude is that after the transform; it always is.
+        with_post_rht_amax: Accepted for compatibility, no effect: the amax of column-wise data is
+            always that after the transform.
         with_2d_quantization: Blocks of 16x16 instead of 1x16.
         stochastic_rounding: Round up with a probability, so that sums come out right on average.
         row_scaled_nvfp4: One upper factor per row.
@@ -220,7 +221,8 @@ class NVFP4Quantizer(_Reducing):
         nvfp4_e4m3_max: The largest block scale: 448; with ``nvfp4_use_4over6`` 256, so that both
             candidates can be stored, or 448.
         nvfp4_4over6_err_mode: How that error is measured, ``"MAE"`` or ``"MSE"``.
-        with_random_sign_mask: The transform has signs; it always has.
+        with_random_sign_mask: Accepted for compatibility, no effect: the transform always has
+            signs.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class DelayedScaling(Recipe):
         scaling_factor_compute_algo: ``f(amax, old_scale, fp8_max, recipe) -> new_scale`` instead of
             the formula above.
         reduce_amax: share the largest values with the other processes of the group.
-        fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+        fp8_dpa, fp8_mha: accepted for compatibility, no effect: Ligature has no attention.
         backward_override: None, the only choice here.
     """
 
@@ -126,7 +126,7 @@ class Float8CurrentScaling(Recipe):
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: whether the FP8 products of a GPU move their
             sums to float32 now and then, in forward, for the input's and for the weight's gradient.
             Without an effect on emulated products, whose sums are in float32 anyway.
-        fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+        fp8_dpa, fp8_mha: accepted for compatibility, no effect: Ligature has no attention.
         backward_override: what the GEMMs of backward compute with: ``None`` for operands in low
             precision, ``"high_precision"`` for the input and the weight as they were before they
             were quantized, ``"dequantized"`` for what forward computed with, in high precision.
@@ -185,9 +185,9 @@ class Float8BlockScaling(Recipe):
         use_f32_scales: any float as a factor, not only powers of two.
         x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 for 1x128, 2 for
             128x128, of the input, the weight and the output's gradient.
-        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accepted; products of blocks always move
-            their sums to float32.
-        fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accepted for compatibility, no effect:
+            products of blocks always move their sums to float32.
+        fp8_dpa, fp8_mha: accepted for compatibility, no effect: Ligature has no attention.
         backward_override: what the GEMMs of backward compute with: ``None`` for operands in low
             precision, ``"high_precision"`` for the input and the weight as they were before they
             were quantized, ``"dequantized"`` for what forward computed with, in high precision.
@@ -249,8 +249,8 @@ class MXFP8BlockScaling(Recipe):
     Args:
         fp8_format: ``Format.E4M3``, ``E5M2`` or ``HYBRID``.
         enable_2d_quantization: blocks of 32x32 for weights.
-        margin: accepted; it has no effect.
-        fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+        margin: accepted for compatibility, no effect: a block's amax alone gives its scale.
+        fp8_dpa, fp8_mha: accepted for compatibility, no effect: Ligature has no attention.
         backward_override: what the GEMMs of backward compute with: ``None`` for operands in low
             precision, ``"high_precision"`` for the input and the weight as they were before they
             were quantized, ``"dequantized"`` for what forward computed with, in high precision.
@@ -296,7 +296,7 @@ class NVFP4BlockScaling(Recipe):
         nvfp4_4over6_err_mode: what better means: ``"MAE"`` or ``"MSE"``.
         fp4_format: ``Format.E2M1``, the only one.
         fp8_format: ``Format.E4M3``, that of the block scales, the only one.
-        fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+        fp8_dpa, fp8_mha: accepted for compatibility, no effect: Ligature has no attention.
         backward_override: what the GEMMs of backward compute with: ``None`` for operands in low
             precision, ``"high_precision"`` for the input and the weight as they were before they
             were quantized, ``"dequantized"`` for what forward computed with, in high precision.
@@ -380,8 +380,8 @@ class CustomRecipe(Recipe):
     Args:
         qfactory: given a :class:`QuantizerRole`, makes a quantizer, or returns None for high
             precision. It is called once per operation and role.
-        fp8_format: accepted; the quantizers that ``qfactory`` makes decide.
-        fp8_dpa, fp8_mha: accepted; there is no attention here for them to affect.
+        fp8_format: accepted for compatibility, no effect: the quantizers of ``qfactory`` decide.
+        fp8_dpa, fp8_mha: accepted for compatibility, no effect: Ligature has no attention.
         backward_override: what the GEMMs of backward compute with: ``None`` for operands in low
             precision, ``"high_precision"`` for the input and the weight as they were before they
             were quantized, ``"dequantized"`` for what forward computed with, in high precision.

@@ -91,6 +91,14 @@ def test_cpp_reference_shows_what_headers_declare(site: Path) -> None:
     for header in (ROOT / "ligature/ops").glob("*.h"):
         for name in re.findall(r"^TORCH_MODULE\((\w+)\);", header.read_text(), re.M):
             assert f"<h3><code>{name}Impl</code></h3>" in (site / "cpp_operations.html").read_text()
+    table = (ROOT / "ligature/kernels/activation_kind.h").read_text()
+    activations = re.findall(r"^  (?:PLAIN|GATED|OWN)\((\w+),", table, re.M)
+    assert {"GELU", "SwiGLU", "SiTUGLU"} <= set(activations)
+    operations, kernels = Text(site / "cpp_operations.html").words, site / "cpp_kernels.html"
+    for name in activations:
+        assert f"explicit {name}Impl(Options given = {{}});" in operations
+        assert f"  {name}," in Text(kernels).words
+    assert "silu(a) * b" in operations
 
 
 HEADER = """\
@@ -199,6 +207,39 @@ def test_scanner_of_headers(tmp_path: Path) -> None:
     assert cpp_reference.outline(make) == "inline Thing make(int n);\n"
     assert make.doc == "Makes one."
     assert cpp_reference.outline(use) == "void use(const Thing& thing);\n"
+
+
+TABLE = """\
+#define COLOURS(ROW, OTHER) \\
+  /* like a   \\
+     rose */  \\
+  ROW(Red, 1) \\
+  OTHER(Grey)
+"""
+
+PAINTS = """\
+namespace ligature {
+#define PAINT(Name, Number) \\
+  struct Name##Paint {      \\
+    int Name = Number;      \\
+  };
+#define PLAIN_PAINT(Name, ...) \\
+  const char* Name();          \\
+  inline const char* text = #Name;
+COLOURS(PAINT, PLAIN_PAINT)
+#undef PAINT
+}  // namespace ligature
+"""
+
+
+def test_tables_of_macros(tmp_path: Path) -> None:
+    (tmp_path / "table.h").write_text(TABLE)
+    (tmp_path / "paints.h").write_text(PAINTS)
+    items = cpp_reference.read_header(tmp_path / "paints.h", tmp_path).items
+    assert [item.name for item in items] == ["RedPaint", "Grey", "text"]
+    assert items[0].doc == "like a rose"
+    assert cpp_reference.outline(items[0]) == "struct RedPaint {\n  int Red = 1;\n};\n"
+    assert cpp_reference.outline(items[2]) == 'inline const char* text = "Grey";\n'
 
 
 def test_docstrings_become_markdown() -> None:
