@@ -6,9 +6,9 @@
 #include <utility>
 #include <vector>
 
+#include "ligature/context_state.h"
 #include "ligature/flags.h"
 #include "ligature/op_quantization.h"
-#include "ligature/plain_state.h"
 #include "ligature/value.h"
 
 namespace ligature {
@@ -74,7 +74,7 @@ class OperationContext {
   ReleasedValue release_saved(size_t i);
 
   GradFlags requires_grad;
-  PlainState state;
+  ContextState state;
   /// Parameters that backward needs by identity (their `main_grad`), not by value.
   std::vector<Tensor> parameter_references;
   /// The quantizers that forward computed with; null in high precision.

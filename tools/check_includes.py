@@ -18,6 +18,7 @@ LIBRARY = ROOT / "ligature"
 
 VALUES = "value.h meta.h prepare.h readable.h readable.cpp quantized/"
 OPERATION = "operation.h operation.cpp context.h flags.h op_quantization.h options.h plain_state.h"
+OPERATION += " context_state.h"
 TOP = "ligature.h sequential.h sequential.cpp sequential_explain.cpp archive.h archive.cpp "
 TOP += "config.h config.cpp"
 # room, its files, the rooms that it may include

@@ -27,7 +27,7 @@ Value BackwardLinearActivation::activation_backward(CtxList ctxs, LinearBwdArgs 
                                                     FuserBackwardResult& out) {
   OperationContext& ctx = *ctxs[0];
   const kernels::ActivationSpec spec = saved_spec(ctx, activation_.spec());
-  const bool in_gemm = ctx.state.get_or("dtype", args.compute_dtype) == args.compute_dtype &&
+  const bool in_gemm = saved_dtype(ctx).value_or(args.compute_dtype) == args.compute_dtype &&
                        activation_grad_in_gemm_pays(args, ctx.saved_value(0), spec);
   Tensor dy, w;
   if (in_gemm) {

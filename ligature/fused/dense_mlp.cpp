@@ -50,7 +50,7 @@ Kept keep(const LinearFwdArgs& fwd, const OpArgs& args) {
 /// needs.
 struct InputAgain {
   InputAgain(const OperationContext& ctx, const Tensor& scale) {
-    if (ctx.quantization == nullptr || ctx.state.get_or("calibrating", false)) return;
+    if (ctx.quantization == nullptr || ctx.state.as<LinearState>().calibrating) return;
     const BackwardOverride given = ctx.quantization->recipe->backward_override();
     const Quantizer* own = ctx.quantization->forward_quantizer(0);
     if (own == nullptr || given == BackwardOverride::HighPrecision) return;
@@ -191,7 +191,7 @@ void DenseMLP::fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserFor
 
 // One orientation where the other can be made of it: that is done when z is gone.
 Target DenseMLP::grad_target(const OperationContext& ctx) const {
-  const bool on = ctx.quantization != nullptr && !ctx.state.get_or("calibrating", false);
+  const bool on = ctx.quantization != nullptr && !ctx.state.as<LinearState>().calibrating;
   const Quantizer* quantizer = on ? ctx.quantization->backward_quantizer(0) : nullptr;
   if (quantizer == nullptr) return {};
   Usage usage = fc1_->grad_output_usage(ctx.requires_grad);
@@ -232,12 +232,12 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
     const InputAgain again(ctx, saved.saved_tensor(kScale1));
     Value h;
     if (needs(fc1_.at).param(0)) {
-      h = norm_->apply(prepare(saved.saved_value(kX)), saved.saved_tensor(kMean),
-                       saved.saved_tensor(kRstd), saved.saved_tensor(kNormWeight),
-                       saved.saved_tensor(kNormBias),
-                       norm_->saved_zero_centered_gamma(*ctxs[norm_.at]),
-                       ctx.state.get<at::ScalarType>("input_dtype"));
-      h = quantize_to(h, again.target(), ctx.state.get<at::ScalarType>("dtype"));
+      const LinearState state = ctx.state.as<LinearState>();
+      h = norm_->apply(
+          prepare(saved.saved_value(kX)), saved.saved_tensor(kMean), saved.saved_tensor(kRstd),
+          saved.saved_tensor(kNormWeight), saved.saved_tensor(kNormBias),
+          norm_->saved_zero_centered_gamma(*ctxs[norm_.at]), state.input_dtype.value());
+      h = quantize_to(h, again.target(), state.dtype.value());
     }
     LinearBwdArgs args = fc1_->backward_args(ctx, std::exchange(dz, {}), std::exchange(h, {}),
                                              saved.saved_value(kW1));

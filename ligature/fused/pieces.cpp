@@ -85,7 +85,8 @@ bool leaves_bias_grad(const OperationContext& linear, const OperationContext& bi
                       const Value& grad_output) {
   return linear.requires_grad.param(0) && bias.requires_grad.param(0) &&
          linear.quantization == nullptr && !grad_output.is_quantized() &&
-         linear.state.get_or("dtype", grad_output.dtype()) == grad_output.dtype() &&
+         linear.state.as<LinearState>().dtype.value_or(grad_output.dtype()) ==
+             grad_output.dtype() &&
          kernels::has_epilogue(kernels::Epilogue::BiasGrad, nullptr, grad_output.dtype(),
                                grad_output.device());
 }

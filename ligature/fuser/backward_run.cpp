@@ -61,8 +61,8 @@ Value read_gradient(const Value& dy, const BasicOperation& op) {
 }  // namespace
 
 void check_usable(const OperationContext& ctx) {
-  const PlainValue* why = ctx.state.find(kUnusableContext);
-  LIGATURE_CHECK_STATE(why == nullptr, std::get<std::string>(*why));
+  const auto why = ctx.state.find(kUnusableContext);
+  LIGATURE_CHECK_STATE(!why, std::get<std::string>(*why));
 }
 
 void read_saved(OperationContext& ctx, const BasicOperation& op) {

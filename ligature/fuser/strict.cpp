@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "ligature/kernels/run_context.h"
+
 namespace ligature {
 namespace {
 
@@ -108,8 +110,12 @@ struct StrictScope::Demand {
   std::atomic<bool> dropped{false};
 };
 
+struct StrictScope::Demands : kernels::ThreadPart {
+  std::vector<std::shared_ptr<Demand>> all;
+};
+
 std::vector<std::shared_ptr<StrictScope::Demand>>& StrictScope::demands() {
-  thread_local std::vector<std::shared_ptr<Demand>> all;
+  auto& all = kernels::thread_part<Demands>(&kernels::RunContext::strict).all;
   while (!all.empty() && all.back()->dropped) all.pop_back();
   return all;
 }

@@ -37,6 +37,7 @@ class StrictScope {
 
  private:
   struct Demand;
+  struct Demands;
   /// Those of this thread, the innermost last. They may be dropped in any order and by any thread.
   static std::vector<std::shared_ptr<Demand>>& demands();
 

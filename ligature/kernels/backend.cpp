@@ -8,11 +8,6 @@
 
 namespace ligature::kernels {
 
-RunContext& run_context() {
-  static thread_local RunContext context;
-  return context;
-}
-
 const Backend* register_backend(at::DeviceType device, const Backend* backend) {
   if (backend != nullptr && backend->launches != nullptr) detail::launches = backend->launches;
   return std::exchange(detail::backends[static_cast<size_t>(device)], backend);

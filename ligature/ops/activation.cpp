@@ -34,14 +34,35 @@ void each_option(kernels::ActivationSpec& spec, F&& f) {
   f("glu_interleave_size", spec.glu_interleave_size);
 }
 
+/// Kept from forward to backward.
+struct ActivationState {
+  std::optional<kernels::ActivationSpec> spec;
+  std::optional<at::ScalarType> dtype;
+
+  template <class F>
+  void fields(F&& f) {
+    if (spec) each_option(*spec, f);
+    f("dtype", dtype);
+  }
+};
+
 }  // namespace
 
+void save_dtype(OperationContext& ctx, at::ScalarType dtype) {
+  ctx.state.as<ActivationState>().dtype = dtype;
+}
+
+std::optional<at::ScalarType> saved_dtype(const OperationContext& ctx) {
+  return ctx.state.as<ActivationState>().dtype;
+}
+
 void save_spec(OperationContext& ctx, const kernels::ActivationSpec& spec) {
-  kernels::ActivationSpec copy = spec;
-  each_option(copy, [&](const char* name, auto& value) { ctx.state.set(name, value); });
+  ctx.state.as<ActivationState>().spec = spec;
 }
 
 kernels::ActivationSpec saved_spec(const OperationContext& ctx, kernels::ActivationSpec spec) {
+  const ActivationState state = ctx.state.as<ActivationState>();
+  if (state.spec) return *state.spec;
   each_option(spec, [&](const char* name, auto& value) { value = ctx.state.get_or(name, value); });
   return spec;
 }
@@ -127,7 +148,7 @@ void ActivationOperation::op_forward_save_ctx(OperationContext& ctx, const Value
                                               const OpArgs& args) {
   ctx.save_for_backward({kept.tensors.empty() ? input : kept.tensors[0]});
   save_spec(ctx, spec());
-  if (args.autocast_dtype) ctx.state.set("dtype", compute_dtype(input, args));
+  if (args.autocast_dtype) save_dtype(ctx, compute_dtype(input, args));
 }
 
 ActivationGrads ActivationOperation::backward(OperationContext& ctx, const Value& grad_output,
@@ -140,7 +161,7 @@ ActivationGrads activation_backward(OperationContext& ctx, const Value& grad_out
                                     bool need_dscales, bool need_dbias, const Target& target) {
   ReleasedValue input = ctx.release_saved(0);
   const at::ScalarType input_dtype = input.value.dtype();
-  const at::ScalarType dtype = ctx.state.get_or("dtype", input_dtype);
+  const at::ScalarType dtype = saved_dtype(ctx).value_or(input_dtype);
   const bool same = dtype == input_dtype;
   const Tensor x = prepare(input.value, dtype);
   const bool copied = input.value.is_quantized() || !x.is_same(input.value.tensor());

@@ -66,6 +66,9 @@ ActivationGrads activation_backward(OperationContext& ctx, const Value& grad_out
 /// What options say of an activation, kept for backward: they may be changed in between.
 void save_spec(OperationContext& ctx, const kernels::ActivationSpec& spec);
 kernels::ActivationSpec saved_spec(const OperationContext& ctx, kernels::ActivationSpec spec);
+/// The dtype that it computes in, where autocast chose it.
+void save_dtype(OperationContext& ctx, at::ScalarType dtype);
+std::optional<at::ScalarType> saved_dtype(const OperationContext& ctx);
 
 /// Checks the input of an activation and tells its output.
 ValueMeta infer_activation(const BasicOperation& op, const kernels::ActivationSpec& spec,

@@ -51,8 +51,7 @@ FuserForwardResult AddExtraInputImpl::fuser_forward_compute(const Value& input, 
 
 void AddExtraInputImpl::save_dtypes(OperationContext& ctx, at::ScalarType input,
                                     at::ScalarType extra) {
-  ctx.state.set("input_dtype", input);
-  ctx.state.set("extra_dtype", extra);
+  ctx.state.as<AddExtraInputState>() = {input, extra};
 }
 
 void AddExtraInputImpl::fuser_forward_save_ctx(CtxList ctxs, const Value& input,
@@ -63,11 +62,12 @@ void AddExtraInputImpl::fuser_forward_save_ctx(CtxList ctxs, const Value& input,
 std::pair<Tensor, Tensor> AddExtraInputImpl::backward(const OperationContext& ctx,
                                                       const Value& grad_output) {
   const Tensor dy = grad_output.dequantized();
-  const auto in = [&](const char* which) {
-    return cast(dy, ctx.state.get_or(which, dy.scalar_type()));
+  const AddExtraInputState state = ctx.state.as<AddExtraInputState>();
+  const auto in = [&](std::optional<at::ScalarType> dtype) {
+    return cast(dy, dtype.value_or(dy.scalar_type()));
   };
-  return {ctx.requires_grad.input ? in("input_dtype") : Tensor(),
-          ctx.requires_grad.extra_input(0) ? in("extra_dtype") : Tensor()};
+  return {ctx.requires_grad.input ? in(state.input_dtype) : Tensor(),
+          ctx.requires_grad.extra_input(0) ? in(state.extra_dtype) : Tensor()};
 }
 
 FuserBackwardResult AddExtraInputImpl::fuser_backward(CtxList ctxs, const Value& grad_output,

@@ -20,6 +20,18 @@ struct AddExtraInputOptions {
   }
 };
 
+/// Kept from forward to backward.
+struct AddExtraInputState {
+  std::optional<at::ScalarType> input_dtype;
+  std::optional<at::ScalarType> extra_dtype;
+
+  template <class F>
+  void fields(F&& f) {
+    f("input_dtype", input_dtype);
+    f("extra_dtype", extra_dtype);
+  }
+};
+
 /// Example:
 /// ```
 /// AddExtraInput residual;

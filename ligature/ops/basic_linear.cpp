@@ -228,10 +228,8 @@ void BasicLinearImpl::save_ctx(OperationContext& ctx, const Value& x, at::Scalar
   if (!saved_x.defined()) saved_x = x;
   if (!saved_w.defined() && needs.input) saved_w = args.params[0];
   ctx.save_for_backward({std::move(saved_x), std::move(saved_w)});
-  ctx.state.set("input_dtype", input_dtype);
-  ctx.state.set("weight_dtype", args.params[0].scalar_type());
-  ctx.state.set("dtype", compute_dtype(args));
-  if (args.calibrating) ctx.state.set("calibrating", true);
+  ctx.state.as<LinearState>() = {compute_dtype(args), input_dtype, args.params[0].scalar_type(),
+                                 args.calibrating};
   if (options.accumulate_into_main_grad && needs.param(0)) {
     ctx.parameter_references.push_back(args.params[0]);
   }
@@ -245,21 +243,21 @@ LinearBwdArgs BasicLinearImpl::backward_args(OperationContext& ctx,
 LinearBwdArgs BasicLinearImpl::backward_args(const OperationContext& ctx, const Value& grad_output,
                                              const Value& x, const Value& w) const {
   LinearBwdArgs out;
-  out.compute_dtype = ctx.state.get_or("dtype", grad_output.dtype());
-  out.input_dtype = ctx.state.get_or("input_dtype", out.compute_dtype);
-  out.weight_dtype = ctx.state.get_or("weight_dtype", out.compute_dtype);
+  const LinearState state = ctx.state.as<LinearState>();
+  out.compute_dtype = state.dtype.value_or(grad_output.dtype());
+  out.input_dtype = state.input_dtype.value_or(out.compute_dtype);
+  out.weight_dtype = state.weight_dtype.value_or(out.compute_dtype);
   out.input_requires_grad = ctx.requires_grad.input;
   out.weight_requires_grad = ctx.requires_grad.param(0);
   if (ctx.quantization != nullptr) out.split = ctx.quantization->recipe->split_accumulation();
-  const bool calibrating = ctx.state.get_or("calibrating", false);
   const Quantizer* quantizer =
       ctx.quantization != nullptr ? ctx.quantization->backward_quantizer(0) : nullptr;
-  const bool quantized = !calibrating && ctx.quantization != nullptr &&
+  const bool quantized = !state.calibrating && ctx.quantization != nullptr &&
                          ctx.quantization->recipe->backward_override() == BackwardOverride::None;
   const auto as_operand = [&](const Value& v) -> Value {
     return v.is_quantized() && quantized ? v : Value(prepare(v, out.compute_dtype));
   };
-  if (quantizer != nullptr && !calibrating) {
+  if (quantizer != nullptr && !state.calibrating) {
     out.dy = quantize_to(grad_output, {quantizer, grad_output_usage(ctx.requires_grad)},
                          out.compute_dtype);
   } else {
@@ -365,15 +363,14 @@ std::string BasicLinearImpl::complete_context(OperationContext& ctx, const OpArg
     }
   }
   ctx.save_for_backward({x, std::move(w)});
-  if (x.defined()) set_if_missing(ctx, "input_dtype", x.dtype());
-  set_if_missing(ctx, "weight_dtype", args.params[0].scalar_type());
-  set_if_missing(ctx, "dtype", compute_dtype(args));
+  auto& state = ctx.state.as<LinearState>();
+  if (x.defined()) set_if_missing(state.input_dtype, x.dtype());
+  set_if_missing(state.weight_dtype, args.params[0].scalar_type());
+  set_if_missing(state.dtype, compute_dtype(args));
   if (options.accumulate_into_main_grad && needs.param(0) && ctx.parameter_references.empty()) {
     ctx.parameter_references.push_back(args.params[0]);
   }
-  if (const bool* quantized = field<bool>(ctx, "with_quantized_compute")) {
-    if (!*quantized) ctx.quantization = nullptr;
-  }
+  if (!ctx.state.get_or("with_quantized_compute", true)) ctx.quantization = nullptr;
   return {};
 }
 

@@ -81,6 +81,22 @@ struct BasicLinearOptions : ParameterOptions {
   }
 };
 
+/// Kept from forward to backward.
+struct LinearState {
+  std::optional<at::ScalarType> dtype;  ///< that it computes in
+  std::optional<at::ScalarType> input_dtype;
+  std::optional<at::ScalarType> weight_dtype;
+  bool calibrating = false;
+
+  template <class F>
+  void fields(F&& f) {
+    f("dtype", dtype);
+    f("input_dtype", input_dtype);
+    f("weight_dtype", weight_dtype);
+    f("calibrating", calibrating);
+  }
+};
+
 class BasicLinearImpl : public Operation<BasicLinearImpl> {
  public:
   LIGATURE_BUILTIN(BasicLinearImpl)

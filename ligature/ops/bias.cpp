@@ -48,15 +48,13 @@ OpForwardResult BiasImpl::op_forward_compute(const Value& input, const OpArgs& a
 }
 
 void BiasImpl::save_dtypes(OperationContext& ctx, const OpArgs& args) {
-  if (args.params.empty()) {
-    ctx.state.set("no_bias", true);
-  } else {
-    ctx.state.set("bias_dtype", args.params[0].scalar_type());
-  }
+  auto& state = ctx.state.as<BiasState>();
+  state.no_bias = args.params.empty();
+  if (!state.no_bias) state.bias_dtype = args.params[0].scalar_type();
 }
 
 Tensor BiasImpl::cast_grad(const OperationContext& ctx, const Tensor& db) const {
-  return cast(db, ctx.state.get_or("bias_dtype", db.scalar_type()));
+  return cast(db, ctx.state.as<BiasState>().bias_dtype.value_or(db.scalar_type()));
 }
 
 void BiasImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, Kept&, const OpArgs& args) {
@@ -64,7 +62,7 @@ void BiasImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, Kept&, c
 }
 
 OpBackwardResult BiasImpl::op_backward(OperationContext& ctx, const Value& grad_output) {
-  if (ctx.state.get_or("no_bias", false)) return {grad_output, {}};
+  if (ctx.state.as<BiasState>().no_bias) return {grad_output, {}};
   Tensor db;
   if (ctx.requires_grad.param(0)) {
     db = cast_grad(ctx, kernels::bias_backward(prepare(grad_output), options.size));
@@ -73,7 +71,7 @@ OpBackwardResult BiasImpl::op_backward(OperationContext& ctx, const Value& grad_
 }
 
 std::string BiasImpl::complete_context(OperationContext& ctx, const OpArgs& args) const {
-  set_if_missing(ctx, "bias_dtype", args.params[0].scalar_type());
+  set_if_missing(ctx.state.as<BiasState>().bias_dtype, args.params[0].scalar_type());
   return {};
 }
 

@@ -18,6 +18,18 @@ struct BiasOptions : ParameterOptions {
   }
 };
 
+/// Kept from forward to backward.
+struct BiasState {
+  std::optional<at::ScalarType> bias_dtype;
+  bool no_bias = false;
+
+  template <class F>
+  void fields(F&& f) {
+    f("bias_dtype", bias_dtype);
+    f("no_bias", no_bias);
+  }
+};
+
 class BiasImpl : public Operation<BiasImpl> {
  public:
   LIGATURE_BUILTIN(BiasImpl)

@@ -29,7 +29,7 @@ OpForwardResult ConstantScaleImpl::op_forward_compute(const Value& input, const 
 
 void ConstantScaleImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, Kept&,
                                             const OpArgs&) {
-  ctx.state.set("scale", options.scale);
+  ctx.state.as<ConstantScaleState>().scale = options.scale;
 }
 
 OpBackwardResult ConstantScaleImpl::op_backward(OperationContext& ctx, const Value& grad_output) {
@@ -38,7 +38,7 @@ OpBackwardResult ConstantScaleImpl::op_backward(OperationContext& ctx, const Val
 }
 
 std::string ConstantScaleImpl::complete_context(OperationContext& ctx, const OpArgs&) const {
-  set_if_missing(ctx, "scale", options.scale);
+  set_if_missing(ctx.state.as<ConstantScaleState>().scale, options.scale);
   return {};
 }
 

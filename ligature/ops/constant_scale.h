@@ -18,6 +18,16 @@ struct ConstantScaleOptions {
   }
 };
 
+/// Kept from forward to backward.
+struct ConstantScaleState {
+  std::optional<double> scale;
+
+  template <class F>
+  void fields(F&& f) {
+    f("scale", scale);
+  }
+};
+
 /// Example:
 /// ```
 /// ConstantScale half(0.5);
@@ -39,7 +49,7 @@ class ConstantScaleImpl : public Operation<ConstantScaleImpl> {
 
   /// The factor that forward used.
   double scale(const OperationContext& ctx) const {
-    return ctx.state.get_or("scale", options.scale);
+    return ctx.state.as<ConstantScaleState>().scale.value_or(options.scale);
   }
 
   Options options;

@@ -34,42 +34,43 @@ OpForwardResult DropoutImpl::op_forward_compute(const Value& input, const OpArgs
   OpForwardResult out;
   out.output = std::move(result.y);
   out.kept.tensors.emplace_back(std::move(result.mask));
-  out.kept.state.set("p", options.p);
   return out;
 }
 
 void DropoutImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, Kept& kept,
                                       const OpArgs&) {
+  if (!kept.tensors.empty()) ctx.state.as<DropoutState>().p = options.p;
   ctx.save_for_backward(std::move(kept.tensors));
 }
 
 OpBackwardResult DropoutImpl::op_backward(OperationContext& ctx, const Value& grad_output) {
   if (!ctx.requires_grad.input) return {};
   if (ctx.num_saved() == 0) return {grad_output, {}};
-  const double p = ctx.state.get<double>("p");
-  return {kernels::dropout_backward(prepare(grad_output), ctx.saved_tensor(0), p), {}};
+  const std::optional<double> p = ctx.state.as<DropoutState>().p;
+  LIGATURE_CHECK_STATE(p.has_value(), "the context holds no such plain value: 'p'");
+  return {kernels::dropout_backward(prepare(grad_output), ctx.saved_tensor(0), *p), {}};
 }
 
 // te.ops' own mask is 0 or 1 / (1 - p); that of its kernel nobody else can read.
 std::string DropoutImpl::complete_context(OperationContext& ctx, const OpArgs& args) const {
   if (!args.requires_grad.input) return {};
-  const std::string* impl = field<std::string>(ctx, "impl");
-  if (impl == nullptr) {
+  auto& state = ctx.state.as<DropoutState>();
+  const std::string impl = ctx.state.get_or("impl", std::string());
+  if (impl.empty()) {
     const bool drops = args.training && options.p > 0;
-    if (drops ? field<double>(ctx, "p") != nullptr : ctx.num_saved() == 0) return {};
-  } else if (*impl == "evaluation") {
+    if (drops ? state.p.has_value() : ctx.num_saved() == 0) return {};
+  } else if (impl == "evaluation") {
     ctx.save_for_backward({});
     return {};
-  } else if (*impl == "unfused") {
+  } else if (impl == "unfused") {
     if (ctx.num_saved() != 1 || !ctx.saved_value(0).defined()) {
       return expected("save_for_backward(mask)", count_of(ctx));
     }
-    const double* p = field<double>(ctx, "dropout_probability");
-    ctx.state.set("p", p != nullptr ? *p : options.p);
+    state.p = ctx.state.get_or("dropout_probability", options.p);
     ctx.save_for_backward({Value(at::ne(ctx.saved_value(0).dequantized(), 0))});
     return {};
   }
-  return expected("impl='unfused' or 'evaluation'", impl != nullptr ? "'" + *impl + "'" : "none");
+  return expected("impl='unfused' or 'evaluation'", impl.empty() ? "none" : "'" + impl + "'");
 }
 
 }  // namespace ligature

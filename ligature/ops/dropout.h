@@ -18,6 +18,16 @@ struct DropoutOptions {
   }
 };
 
+/// Kept from forward to backward.
+struct DropoutState {
+  std::optional<double> p;
+
+  template <class F>
+  void fields(F&& f) {
+    f("p", p);
+  }
+};
+
 /// Example:
 /// ```
 /// Dropout dropout(0.1);

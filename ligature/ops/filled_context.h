@@ -1,9 +1,9 @@
 // For BasicOperation::complete_context: contexts that users' fusions fill as te.ops does.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <utility>
-#include <variant>
 
 #include "ligature/ops/checks.h"
 
@@ -18,16 +18,9 @@ inline std::string count_of(const OperationContext& ctx) {
   return std::to_string(ctx.num_saved()) + " tensors";
 }
 
-/// A field of te.ops' that the fusion set, if it is of this kind.
 template <class T>
-const T* field(const OperationContext& ctx, const char* name) {
-  const PlainValue* value = ctx.state.find(name);
-  return value != nullptr ? std::get_if<T>(value) : nullptr;
-}
-
-template <class T>
-void set_if_missing(OperationContext& ctx, const char* name, T value) {
-  if (field<T>(ctx, name) == nullptr) ctx.state.set(name, std::move(value));
+void set_if_missing(std::optional<T>& field, T value) {
+  if (!field) field = std::move(value);
 }
 
 /// A statistic of each row of x in the form of kernels: one number per row. Empty string: it is.

@@ -81,12 +81,13 @@ OpForwardResult NormOperation::op_forward_compute(const Value& input, const OpAr
 }
 
 void NormOperation::save_state(OperationContext& ctx, const OpArgs& args) const {
-  if (args.params.size() > 1) ctx.state.set("bias_dtype", args.params[1].scalar_type());
-  ctx.state.set("zero_centered_gamma", options.zero_centered_gamma);
+  auto& state = ctx.state.as<NormState>();
+  if (args.params.size() > 1) state.bias_dtype = args.params[1].scalar_type();
+  state.zero_centered_gamma = options.zero_centered_gamma;
 }
 
 bool NormOperation::saved_zero_centered_gamma(const OperationContext& ctx) const {
-  return ctx.state.get_or("zero_centered_gamma", options.zero_centered_gamma);
+  return ctx.state.as<NormState>().zero_centered_gamma.value_or(options.zero_centered_gamma);
 }
 
 // Saves the input, the statistics and the weight; only the last when it is all that backward needs.
@@ -149,7 +150,9 @@ OpBackwardResult NormOperation::backward(const NormBwdArgs& args,
   OpBackwardResult out{std::move(grads.dx), {std::move(grads.dw)}};
   if (has_bias_) {
     Tensor& db = grads.db;
-    if (db.defined()) db = cast(db, ctx.state.get_or("bias_dtype", db.scalar_type()));
+    if (db.defined()) {
+      db = cast(db, ctx.state.as<NormState>().bias_dtype.value_or(db.scalar_type()));
+    }
     out.grad_params.push_back(std::move(db));
   }
   return out;
@@ -183,8 +186,9 @@ std::string NormOperation::complete_context(OperationContext& ctx, const OpArgs&
     if (!wrong.empty()) return expected(saved, wrong);
   }
   ctx.save_for_backward(std::move(values));
-  if (has_bias_) set_if_missing(ctx, "bias_dtype", args.params[1].scalar_type());
-  set_if_missing(ctx, "zero_centered_gamma", options.zero_centered_gamma);
+  auto& state = ctx.state.as<NormState>();
+  if (has_bias_) set_if_missing(state.bias_dtype, args.params[1].scalar_type());
+  set_if_missing(state.zero_centered_gamma, options.zero_centered_gamma);
   return {};
 }
 

@@ -29,6 +29,18 @@ struct NormOptions : ParameterOptions {
   }
 };
 
+/// Kept from forward to backward.
+struct NormState {
+  std::optional<at::ScalarType> bias_dtype;
+  std::optional<bool> zero_centered_gamma;
+
+  template <class F>
+  void fields(F&& f) {
+    f("bias_dtype", bias_dtype);
+    f("zero_centered_gamma", zero_centered_gamma);
+  }
+};
+
 struct NormBwdArgs {
   Tensor x;     ///< undefined when only the bias needs a gradient, as are the statistics
   Tensor mean;  ///< undefined for RMSNorm

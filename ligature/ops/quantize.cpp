@@ -48,14 +48,14 @@ OpForwardResult QuantizeImpl::op_forward_compute(const Value& input, const OpArg
 
 void QuantizeImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, Kept&,
                                        const OpArgs& args) {
-  if (args.calibrating) ctx.state.set("calibrating", true);
+  ctx.state.as<QuantizeState>().calibrating = args.calibrating;
 }
 
 OpBackwardResult QuantizeImpl::op_backward(OperationContext& ctx, const Value& grad_output) {
   const Quantizer* quantizer =
       ctx.quantization != nullptr ? ctx.quantization->backward_quantizer(0) : nullptr;
   if (quantizer == nullptr) return {grad_output, {}};
-  if (ctx.state.get_or("calibrating", false)) {
+  if (ctx.state.as<QuantizeState>().calibrating) {
     quantizer->calibrate(prepare(grad_output));
     return {grad_output, {}};
   }
@@ -66,9 +66,7 @@ OpBackwardResult QuantizeImpl::op_backward(OperationContext& ctx, const Value& g
 }
 
 std::string QuantizeImpl::complete_context(OperationContext& ctx, const OpArgs&) const {
-  if (const bool* backward = field<bool>(ctx, "quantize_backward")) {
-    if (!*backward) ctx.quantization = nullptr;
-  }
+  if (!ctx.state.get_or("quantize_backward", true)) ctx.quantization = nullptr;
   return {};
 }
 

@@ -18,6 +18,16 @@ struct QuantizeOptions {
   }
 };
 
+/// Kept from forward to backward.
+struct QuantizeState {
+  bool calibrating = false;
+
+  template <class F>
+  void fields(F&& f) {
+    f("calibrating", calibrating);
+  }
+};
+
 /// Example:
 /// ```
 /// Sequential head(LayerNorm(NormOptions({256})), Quantize());

@@ -56,17 +56,18 @@ OpForwardResult ReshapeImpl::op_forward_compute(const Value& input, const OpArgs
 
 void ReshapeImpl::op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept&,
                                       const OpArgs&) {
-  ctx.state.set("input_shape", input.sizes().vec());
+  ctx.state.as<ReshapeState>().input_shape = input.sizes().vec();
 }
 
 OpBackwardResult ReshapeImpl::op_backward(OperationContext& ctx, const Value& grad_output) {
   if (!ctx.requires_grad.input) return {};
-  const auto& shape = ctx.state.get<std::vector<int64_t>>("input_shape");
-  return {grad_output.dequantized().reshape(shape), {}};
+  const auto& shape = ctx.state.as<ReshapeState>().input_shape;
+  LIGATURE_CHECK_STATE(shape.has_value(), "the context holds no such plain value: 'input_shape'");
+  return {grad_output.dequantized().reshape(*shape), {}};
 }
 
 std::string ReshapeImpl::complete_context(OperationContext& ctx, const OpArgs& args) const {
-  const bool there = field<std::vector<int64_t>>(ctx, "input_shape") != nullptr;
+  const bool there = ctx.state.as<ReshapeState>().input_shape.has_value();
   return there || !args.requires_grad.input ? "" : expected("input_shape=input_.size()", "none");
 }
 

@@ -18,6 +18,16 @@ struct ReshapeOptions {
   }
 };
 
+/// Kept from forward to backward.
+struct ReshapeState {
+  std::optional<std::vector<int64_t>> input_shape;
+
+  template <class F>
+  void fields(F&& f) {
+    f("input_shape", input_shape);
+  }
+};
+
 /// Example:
 /// ```
 /// Reshape merge_heads(ReshapeOptions({-1, 1024}));

@@ -46,7 +46,7 @@ void ScaledActivationOperation::fuser_forward_save_ctx(CtxList ctxs, const Value
   ctxs[0]->save_for_backward({kept.empty() ? input : kept[0], args[0].extra_inputs[0]});
   save_spec(*ctxs[0], spec());
   if (args[0].autocast_dtype) {
-    ctxs[0]->state.set("dtype", ActivationOperation::compute_dtype(input, args[0]));
+    save_dtype(*ctxs[0], ActivationOperation::compute_dtype(input, args[0]));
   }
 }
 

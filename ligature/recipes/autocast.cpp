@@ -12,6 +12,7 @@
 
 #include "ligature/check.h"
 #include "ligature/kernels/backend.h"
+#include "ligature/kernels/run_context.h"
 #include "ligature/recipes/graphed_segment.h"
 
 namespace ligature {
@@ -42,20 +43,22 @@ struct Frame {
   bool recomputes = false;
 };
 
-struct ThreadState {
+struct ThreadState : kernels::ThreadPart {
   AutocastState now;
   std::vector<Frame> outer;
   int recomputing = 0;
   std::exception_ptr error;  // of an end that could not throw
   std::shared_ptr<Mailbox> mailbox = std::make_shared<Mailbox>();
 
-  ~ThreadState() {
+  ~ThreadState() override {
     const std::lock_guard<std::mutex> lock(mailbox->mutex);
     mailbox->gone = true;
   }
 };
 
-thread_local ThreadState thread_state;
+ThreadState& thread_state() {
+  return kernels::thread_part<ThreadState>(&kernels::RunContext::autocast);
+}
 
 // A forward pass inside a running backward pass is one that is run again.
 bool inside_backward() {
@@ -175,16 +178,18 @@ void DelayedSession::update() {
 }
 
 const AutocastState& autocast_state() {
-  settle(thread_state);
-  return thread_state.now;
+  ThreadState& thread = thread_state();
+  settle(thread);
+  return thread.now;
 }
 
 int autocast_depth() {
-  settle(thread_state);
-  return static_cast<int>(thread_state.outer.size());
+  ThreadState& thread = thread_state();
+  settle(thread);
+  return static_cast<int>(thread.outer.size());
 }
 
-bool is_recomputing() { return thread_state.recomputing > 0; }
+bool is_recomputing() { return thread_state().recomputing > 0; }
 
 RecipePtr default_recipe() {
   static const RecipePtr recipe = std::make_shared<DelayedScaling>();
@@ -192,7 +197,7 @@ RecipePtr default_recipe() {
 }
 
 AutocastHandle enter_autocast(AutocastOptions options) {
-  ThreadState& thread = thread_state;
+  ThreadState& thread = thread_state();
   settle(thread);
   AutocastState next;
   next.enabled = options.enabled;
@@ -217,7 +222,7 @@ AutocastHandle enter_autocast(AutocastOptions options) {
 }
 
 void exit_autocast(bool update) {
-  ThreadState& thread = thread_state;
+  ThreadState& thread = thread_state();
   LIGATURE_CHECK_STATE(!thread.outer.empty(), "autocast was left more often than it was entered");
   thread.outer.back().context->left =
       update ? EnteredAutocast::Well : EnteredAutocast::AfterAnError;
@@ -227,7 +232,7 @@ void exit_autocast(bool update) {
 void exit_autocast(const AutocastHandle& context, bool update) {
   if (context == nullptr || context->left != EnteredAutocast::No) return;
   const auto how = update ? EnteredAutocast::Well : EnteredAutocast::AfterAnError;
-  ThreadState& thread = thread_state;
+  ThreadState& thread = thread_state();
   if (context->thread == thread.mailbox) {
     context->left = how;
     end_left(thread);
@@ -238,7 +243,7 @@ void exit_autocast(const AutocastHandle& context, bool update) {
 }
 
 void replace_recipe(const Recipe* before, const RecipePtr& now) {
-  ThreadState& thread = thread_state;
+  ThreadState& thread = thread_state();
   if (thread.now.recipe.get() == before) thread.now.recipe = now;
   for (Frame& frame : thread.outer) {
     if (frame.state.recipe.get() == before) frame.state.recipe = now;
@@ -257,19 +262,22 @@ Autocast::~Autocast() {
   try {
     end();
   } catch (...) {
-    if (!thread_state.error) thread_state.error = std::current_exception();
+    std::exception_ptr& error = thread_state().error;
+    if (!error) error = std::current_exception();
   }
 }
 
 RecomputeScope::RecomputeScope(const AutocastState& state)
-    : before_(std::move(thread_state.now)), source_(DelayedSource::exchange(state.session.get())) {
-  thread_state.now = state;
-  ++thread_state.recomputing;
+    : source_(DelayedSource::exchange(state.session.get())) {
+  ThreadState& thread = thread_state();
+  before_ = std::exchange(thread.now, state);
+  ++thread.recomputing;
 }
 
 RecomputeScope::~RecomputeScope() {
-  --thread_state.recomputing;
-  thread_state.now = std::move(before_);
+  ThreadState& thread = thread_state();
+  --thread.recomputing;
+  thread.now = std::move(before_);
   DelayedSource::exchange(source_);
 }
 

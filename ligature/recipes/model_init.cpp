@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "ligature/kernels/run_context.h"
 #include "ligature/recipes/autocast.h"
 #include "ligature/recipes/weights.h"
 
@@ -14,10 +15,13 @@ struct EnteredModelInit {
 
 namespace {
 
-thread_local std::vector<ModelInitHandle> entered;
+struct EnteredModelInits : kernels::ThreadPart {
+  std::vector<ModelInitHandle> all;
+};
 
 /// Of this thread, the innermost last; without those that have been left.
 std::vector<ModelInitHandle>& contexts() {
+  auto& entered = kernels::thread_part<EnteredModelInits>(&kernels::RunContext::model_init).all;
   while (!entered.empty() && entered.back()->left) entered.pop_back();
   return entered;
 }

@@ -233,8 +233,10 @@ void compare_saved(std::vector<std::string>& out, const std::string& name,
 void compare_state(std::vector<std::string>& out, const std::string& name,
                    const OperationContext& actual, const OperationContext& expected,
                    ContextMatch match) {
-  for (const auto& [key, wanted] : expected.state) {
-    const PlainValue* got = actual.state.find(key);
+  const PlainState wanted_state = expected.state.all();
+  const PlainState got_state = actual.state.all();
+  for (const auto& [key, wanted] : wanted_state) {
+    const PlainValue* got = got_state.find(key);
     if (got == nullptr && match == ContextMatch::Enough) continue;
     if (got == nullptr || *got != wanted) {
       out.push_back("context of " + name + " has " + key + " = " +
@@ -242,8 +244,8 @@ void compare_state(std::vector<std::string>& out, const std::string& name,
                     ligature::to_string(wanted));
     }
   }
-  for (const auto& [key, got] : actual.state) {
-    if (match == ContextMatch::Exact && expected.state.find(key) == nullptr) {
+  for (const auto& [key, got] : got_state) {
+    if (match == ContextMatch::Exact && wanted_state.find(key) == nullptr) {
       out.push_back("context of " + name + " has " + key + " = " + ligature::to_string(got) +
                     ", wanted nothing");
     }

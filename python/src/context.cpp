@@ -18,7 +18,7 @@ py::object get_attribute(OperationContext& ctx, const std::string& name) {
     py::dict own = attributes(ctx);
     if (own.contains(name)) return own[py::str(name)];
   }
-  if (const PlainValue* value = ctx.state.find(name)) return from_plain(*value);
+  if (const auto value = ctx.state.find(name)) return from_plain(*value);
   throw py::attribute_error("the context has no attribute '" + name + "'");
 }
 
