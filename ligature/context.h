@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "ligature/base/bound.h"
 #include "ligature/context_state.h"
 #include "ligature/flags.h"
 #include "ligature/op_quantization.h"
@@ -83,8 +84,8 @@ class OperationContext {
   QuantizerPtr grad_input_quantizer;
   Usage grad_input_usage;
   Target grad_input_target() const { return {grad_input_quantizer.get(), grad_input_usage}; }
-  /// What a language binding keeps with the context.
-  std::shared_ptr<void> host;
+  /// A language binding's own attributes of it.
+  BoundPtr bound;
   /// The contexts of one call live and die together; null for a context by itself.
   Contexts* block = nullptr;
 

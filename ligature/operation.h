@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "ligature/base/bound.h"
 #include "ligature/context.h"
 #include "ligature/meta.h"
 #include "ligature/op_quantization.h"
@@ -33,8 +34,8 @@ using BasicOpPtr = std::shared_ptr<BasicOperation>;
 /// Keyword arguments of one basic operation in one call.
 struct OpKwargs {
   PlainState values;
-  std::vector<std::string> names;  ///< all names given, also of values that only `host` holds
-  std::shared_ptr<void> host;      ///< a binding's own form of them
+  std::vector<std::string> names;  ///< all names given, also of values that only `bound` holds
+  BoundPtr bound;                  ///< a binding's own form of them
 };
 
 /// What one basic operation is given in forward.
@@ -61,7 +62,7 @@ struct OpArgs {
 struct Kept {
   std::vector<Value> tensors;
   PlainState state;
-  std::shared_ptr<void> host;  ///< a binding's own form of the state
+  BoundPtr bound;  ///< a binding's own form of the state
 };
 
 struct OpForwardResult {
@@ -129,8 +130,8 @@ class FusibleOperation : public torch::nn::Module {
   /// producer's extra output unless that is public or has a consumer outside.
   virtual bool handles_internal_channels() const { return true; }
 
-  /// The object that stands for this operation in a host language; not owned.
-  void* host = nullptr;
+  /// The object that stands for this operation in a language binding.
+  BoundPtr bound;
 
   const torch::OrderedDict<std::string, Tensor>& own_parameters() const { return parameters_; }
 

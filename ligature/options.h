@@ -21,25 +21,41 @@ struct is_optional : std::false_type {};
 template <class T>
 struct is_optional<std::optional<T>> : std::true_type {};
 
+struct AnyField {
+  template <class T>
+  void operator()(const char*, T&) const {}
+};
+template <class T>
+concept HasFields = requires(T& value) { value.fields(AnyField{}); };
+
+// A type that is no plain one, as an enumeration, has functions of these names beside it.
+
 template <class T>
 PlainValue to_plain(const T& value) {
   if constexpr (is_optional<T>::value) {
     return value ? to_plain(*value) : PlainValue{};
+  } else if constexpr (std::is_same_v<T, float>) {
+    return PlainValue{static_cast<double>(value)};
   } else {
     return PlainValue{value};
   }
 }
 
+/// `what`: the field, for errors.
 template <class T>
-void from_plain(const std::string& name, const PlainValue& plain, T& value) {
+void from_plain(const std::string& what, const PlainValue& plain, T& value) {
   if constexpr (is_optional<T>::value) {
     if (std::holds_alternative<std::monostate>(plain)) {
       value.reset();
     } else {
       typename T::value_type inner{};
-      from_plain(name, plain, inner);
+      from_plain(what, plain, inner);
       value = inner;
     }
+  } else if constexpr (std::is_same_v<T, float>) {
+    double wide = 0;
+    from_plain(what, plain, wide);
+    value = static_cast<float>(wide);
   } else {
     if constexpr (std::is_same_v<T, double>) {
       if (const auto* integer = std::get_if<int64_t>(&plain)) {
@@ -48,9 +64,21 @@ void from_plain(const std::string& name, const PlainValue& plain, T& value) {
       }
     }
     const T* given = std::get_if<T>(&plain);
-    LIGATURE_CHECK_TYPE(given != nullptr, "option '", name, "' cannot be ", to_string(plain));
+    LIGATURE_CHECK_TYPE(given != nullptr, what, " cannot be ", to_string(plain));
     value = *given;
   }
+}
+
+/// Calls `f(name, value)` for every field, for those of a struct among them as "struct.name".
+template <class Options, class F>
+void each_field(Options& options, F&& f, const std::string& prefix = "") {
+  options.fields([&](const char* name, auto& value) {
+    if constexpr (HasFields<std::decay_t<decltype(value)>>) {
+      each_field(value, f, prefix + name + ".");
+    } else {
+      f(prefix + name, value);
+    }
+  });
 }
 
 }  // namespace detail
@@ -58,28 +86,34 @@ void from_plain(const std::string& name, const PlainValue& plain, T& value) {
 template <class Options>
 PlainState options_to_state(const Options& options) {
   PlainState state;
-  const_cast<Options&>(options).fields(
-      [&](const char* name, auto& value) { state.set(name, detail::to_plain(value)); });
+  detail::each_field(const_cast<Options&>(options), [&](const std::string& name, auto& value) {
+    using detail::to_plain;
+    state.set(name, to_plain(value));
+  });
   return state;
 }
 
+/// `owner`: whose options they are, for errors.
 template <class Options>
-bool set_option_field(Options& options, const std::string& name, const PlainValue& plain) {
+bool set_option_field(Options& options, const std::string& name, const PlainValue& plain,
+                      const std::string& owner = "") {
   bool found = false;
-  options.fields([&](const char* field, auto& value) {
-    if (name == field) {
-      detail::from_plain(name, plain, value);
-      found = true;
-    }
+  detail::each_field(options, [&](const std::string& field, auto& value) {
+    if (name != field) return;
+    using detail::from_plain;
+    from_plain(owner.empty() ? "option '" + name + "'" : "[" + owner + "] " + name, plain, value);
+    found = true;
   });
   return found;
 }
 
 template <class Options>
-Options options_from_state(const PlainState& state) {
+Options options_from_state(const PlainState& state, const std::string& owner = "") {
   Options options;
   for (const auto& [name, value] : state) {
-    LIGATURE_CHECK(set_option_field(options, name, value), "no such option: '", name, "'");
+    LIGATURE_CHECK(set_option_field(options, name, value, owner),
+                   owner.empty() ? "no such option: '" : "[" + owner + "] there is no field '",
+                   name, "'");
   }
   return options;
 }

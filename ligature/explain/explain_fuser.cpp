@@ -181,7 +181,7 @@ ExplainedCall OperationFuser::explain_call(Call&& given, const std::optional<Sit
     situation.why_high_precision = enter_context(call, situation.input.meta.device);
     PlanKey key = key_for(call, grads);
     key.device = situation.input.meta.device;
-    plan = plan_for(key, false);
+    plan = plan_for(key, false, call.planner);
   }
 
   ExplainedCall out;

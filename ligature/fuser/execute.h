@@ -21,6 +21,7 @@ struct Call {
   std::optional<at::ScalarType> autocast_dtype;
   AutocastState autocast;            ///< the low-precision context; disabled by default
   std::shared_ptr<void> keep_alive;  ///< what must live as long as backward may run
+  const Bound* planner = nullptr;    ///< what a binding tells its own fusions of who plans
   RunObserverPtr observer;           ///< sees each step; null: nobody does
   bool dry = false;                  ///< tensors without memory: nothing may change its state
   bool keep_weights = true;          ///< as in OpArgs

@@ -130,7 +130,7 @@ OperationFuser::PlanKey OperationFuser::key_for(at::ScalarType dtype, at::Device
 std::shared_ptr<const Plan> OperationFuser::plan_traced(const ValueMeta& input,
                                                         const AutocastState& autocast,
                                                         const GradPlan& grads) {
-  return plan_for(key_for(input.dtype, input.device, autocast, grads), true);
+  return plan_for(key_for(input.dtype, input.device, autocast, grads), true, nullptr);
 }
 
 std::string OperationFuser::enter_context(Call& call, at::Device device) const {
@@ -179,7 +179,7 @@ std::string OperationFuser::prepare_flat(Call& call) {
   std::string why_high_precision = enter_context(call, call.input.device());
   const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
   call.autocast_dtype = autocast_dtype(call.input.device());
-  const auto plan = plan_for(key_for(call, grads), true);
+  const auto plan = plan_for(key_for(call, grads), true, call.planner);
   const auto is_symbolic = [](const Tensor& t) {
     return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
   };
@@ -199,7 +199,7 @@ std::vector<Tensor> OperationFuser::run(Call&& call) {
   check_no_fake_mode([this] { return "[" + basic_ops_.front()->label() + "]"; });
   const std::string why_high_precision = enter_context(call, call.input.device());
   const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
-  const std::shared_ptr<const Plan> plan = plan_for(key_for(call, grads), true);
+  const std::shared_ptr<const Plan> plan = plan_for(key_for(call, grads), true, call.planner);
   if (StrictScope::active()) StrictScope::check(*plan);
   call.autocast_dtype = autocast_dtype(call.input.device());
   if (plan->has_guests) {

@@ -130,8 +130,8 @@ class OperationFuser : public std::enable_shared_from_this<OperationFuser> {
     return key_for(call.input.dtype(), call.input.device(), call.autocast, grads);
   }
   /// `to_run`: it must hold what is strictly wanted, and becomes the last plan.
-  std::shared_ptr<const Plan> plan_for(const PlanKey& key, bool to_run);
-  KeptPlan& find_plan(const PlanKey& key);
+  std::shared_ptr<const Plan> plan_for(const PlanKey& key, bool to_run, const Bound* planner);
+  KeptPlan& find_plan(const PlanKey& key, const Bound* planner);
   std::shared_ptr<const Plan> drop_plan(size_t index);
   bool trace_last_call();
   void check_call(const Call& call) const;

@@ -103,7 +103,8 @@ void OperationFuser::drop_stale_plans(std::vector<std::shared_ptr<const Plan>>& 
   last_plan_ = std::move(explained);
 }
 
-OperationFuser::KeptPlan& OperationFuser::find_plan(const PlanKey& key) {
+OperationFuser::KeptPlan& OperationFuser::find_plan(const PlanKey& key,
+                                                    const Bound* planner) {
   const auto is_wanted = [&](const KeptPlan& kept) { return kept.key == key; };
   if (!plans_.empty() && is_wanted(plans_.back())) return plans_.back();
   const auto found = std::find_if(plans_.begin(), plans_.end(), is_wanted);
@@ -118,6 +119,7 @@ OperationFuser::KeptPlan& OperationFuser::find_plan(const PlanKey& key) {
   options.device = key.device;
   options.recompute = options_.recompute;
   options.requires_grad = key.first_backward_op < basic_ops_.size();
+  options.planner = planner;
   auto plan = make_plan(basic_ops_, wiring_, options, key.first_backward_op, options_.fuse);
   for (size_t i = plans_.size(); i-- > 0;) {
     if (plans_[i].key.registry != key.registry) drop_plan(i);
@@ -126,15 +128,16 @@ OperationFuser::KeptPlan& OperationFuser::find_plan(const PlanKey& key) {
   return plans_.emplace_back(KeptPlan{key, std::move(plan), false});
 }
 
-std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key, bool to_run) {
+std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key, bool to_run,
+                                                     const Bound* planner) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  KeptPlan* found = &find_plan(key);
+  KeptPlan* found = &find_plan(key, planner);
   if (!to_run) return found->plan;
   // What runs again follows the recipe that its first run followed.
   if (key.recipe != nullptr && !is_recomputing() &&
       !use_recipe(*found->plan, key.recipe, key.device)) {
     drop_plan(plans_.size() - 1);
-    found = &find_plan(key);
+    found = &find_plan(key, planner);
     use_recipe(*found->plan, key.recipe, key.device);
   }
   if (!found->checked) {

@@ -94,7 +94,8 @@ OpList apply_rule(const FusionRule& rule, const OpList& ops, const PlanOptions& 
     if (match_from(rule.pattern, 0, 0, attempt)) {
       size_t count = 0;
       for (const auto& element : attempt.elements) count += element.size();
-      Match match{OpList(ops.begin() + i, ops.begin() + i + count), attempt.elements};
+      Match match{OpList(ops.begin() + i, ops.begin() + i + count), attempt.elements,
+                  options.planner};
       if (!only_in_te_ops || rule.in_te_ops(match, options)) {
         std::string reason;
         fused = fuse(rule, match, options, reason);

@@ -210,6 +210,7 @@ std::shared_ptr<const Plan> make_plan(std::vector<BasicOpPtr> ops,
       plan->backward.push_back(std::move(step));
     }
   }
+  plan->options.planner = nullptr;
   finish_plan(*plan);
   return plan;
 }

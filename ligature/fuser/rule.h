@@ -27,6 +27,8 @@ struct PlanOptions {
   bool requires_grad = false;  ///< some operation runs in backward
   /// Also fusions that pay on other devices alone: those must be right on every device.
   bool of_every_device = false;
+  /// Call::planner, while a plan is made for that call; else null.
+  const Bound* planner = nullptr;
 
   bool quantizes_gradients() const {
     return recipe != nullptr && recipe->backward_override() == BackwardOverride::None;
@@ -47,6 +49,7 @@ using Pattern = std::vector<PatternElement>;
 struct Match {
   OpList ops;
   std::vector<at::ArrayRef<OpPtr>> elements;
+  const Bound* planner = nullptr;  ///< as in PlanOptions
 };
 
 struct FusionRule {

@@ -24,7 +24,7 @@ struct QuantizerRole {
 };
 
 class DelayedScaling;
-/// Its margin (recipes/recipe.cpp).
+/// Its margin (recipes/delayed_scaling.cpp).
 int64_t margin_of(const DelayedScaling& recipe);
 
 /// The recipe that delayed scaling follows. Threads may read it while another replaces it.
@@ -121,8 +121,6 @@ class Quantizer : public std::enable_shared_from_this<Quantizer> {
   DelayedScalePtr delayed;  ///< Delayed only
   /// Current and NV: shares the largest magnitude with other processes; may be empty.
   std::function<void(at::Tensor&)> reduce_amax;
-  /// What stands for it in a host language; not owned.
-  void* host = nullptr;
 
  private:
   at::Tensor noted_amax() const;

@@ -1,15 +1,24 @@
 #include "ligature/recipes/recipe_text.h"
 
+#include <set>
+
 #include "ligature/check.h"
 
 namespace ligature {
 namespace {
 
-constexpr std::array<const char*, 7> kFields = {
-    "amax_compute_algo", "amax_history_len",           "fp8_format", "margin", "recipe",
-    "reduce_amax",       "scaling_factor_compute_algo"};
+constexpr const char* kRecipe = "DelayedScaling";
+constexpr const char* kAmax = "amax_compute_algo";
+constexpr const char* kScale = "scaling_factor_compute_algo";
 // Only where a key is not made of the functions' own: "amax:..." and "scale:...", in this order.
 constexpr const char* kKey = "functions_key";
+
+/// What a description has: the fields, and what is none because it may be a function.
+std::set<std::string> described() {
+  std::set<std::string> names{"recipe", kScale};
+  for (const auto& [name, value] : recipe_fields(kRecipe)) names.insert(name);
+  return names;
+}
 
 struct FunctionKeys {
   std::string amax, scale;
@@ -38,12 +47,29 @@ FunctionKeys split(const DelayedScalingOptions& options) {
 JsonValue text(std::string value) { return {std::move(value)}; }
 JsonValue function(const std::string& key) { return {JsonValue::Object{{"function", text(key)}}}; }
 
-template <class T>
-T field(const JsonValue& about, const char* name, const char* wanted) {
-  const T* value = about[name].get<T>();
-  LIGATURE_CHECK_TYPE(value != nullptr, "[DelayedScaling] ", name, " must be ", wanted, ", got ",
-                      to_string(about[name]));
-  return *value;
+JsonValue to_json_value(const PlainValue& plain) {
+  if (const auto* flag = std::get_if<bool>(&plain)) return {*flag};
+  if (const auto* number = std::get_if<int64_t>(&plain)) return {*number};
+  return text(std::get<std::string>(plain));
+}
+
+/// The entry of a description for this field.
+PlainValue plain_entry(const JsonValue& about, const std::string& name, const PlainValue& like) {
+  const JsonValue& given = about[name];
+  const auto check = [&](bool good, const char* wanted) {
+    LIGATURE_CHECK_TYPE(good, "[DelayedScaling] ", name, " must be ", wanted, ", got ",
+                        to_string(given));
+  };
+  if (std::holds_alternative<bool>(like)) {
+    check(given.get<bool>() != nullptr, "a bool");
+    return *given.get<bool>();
+  }
+  if (std::holds_alternative<int64_t>(like)) {
+    check(given.get<int64_t>() != nullptr, "an int");
+    return *given.get<int64_t>();
+  }
+  check(given.get<std::string>() != nullptr, "a name");
+  return *given.get<std::string>();
 }
 
 /// The key of a function; empty where there is none.
@@ -71,67 +97,57 @@ std::optional<JsonValue> description_of(const Recipe& recipe) {
   if (delayed == nullptr) return std::nullopt;
   const DelayedScalingOptions& options = delayed->options;
   JsonValue::Object about;
-  about["recipe"] = text("DelayedScaling");
-  about["fp8_format"] = text(fp8_format_name(options.fp8_format));
-  about["margin"].value = options.margin;
-  about["amax_history_len"].value = options.amax_history_len;
-  about["reduce_amax"].value = options.reduce_amax;
-  about["amax_compute_algo"] = text(options.amax_compute_algo);
-  about["scaling_factor_compute_algo"];
+  about["recipe"] = text(kRecipe);
+  for (const auto& [name, value] : delayed->options_state()) about[name] = to_json_value(value);
+  about[kScale];
   if (options.amax_function || options.scale_function) {
     // A '#' marks the key of a function that only this process has.
     if (options.functions_key.empty() || options.functions_key.find('#') != std::string::npos) {
       return std::nullopt;
     }
     const FunctionKeys keys = split(options);
-    if (options.amax_function) about["amax_compute_algo"] = function(keys.amax);
-    if (options.scale_function) about["scaling_factor_compute_algo"] = function(keys.scale);
+    if (options.amax_function) about[kAmax] = function(keys.amax);
+    if (options.scale_function) about[kScale] = function(keys.scale);
     if (keys.joined() != options.functions_key) about[kKey] = text(options.functions_key);
   }
   return JsonValue{std::move(about)};
 }
 
 std::shared_ptr<DelayedScaling> delayed_from_description(const JsonValue& about) {
-  const auto* fields = about.get<JsonValue::Object>();
-  const bool keyed = fields != nullptr && fields->contains(kKey);
-  bool all = fields != nullptr && fields->size() == kFields.size() + (keyed ? 1 : 0) &&
-             to_string(about["recipe"]) == "DelayedScaling";
+  const auto* entries = about.get<JsonValue::Object>();
+  const bool keyed = entries != nullptr && entries->contains(kKey);
+  const std::set<std::string> wanted = described();
+  bool all = entries != nullptr && entries->size() == wanted.size() + (keyed ? 1 : 0) &&
+             to_string(about["recipe"]) == kRecipe;
   std::string names;
-  for (const char* name : kFields) {
-    all = all && fields->contains(name);
-    names += (names.empty() ? "" : ", ") + std::string(name);
+  for (const std::string& name : wanted) {
+    all = all && entries->contains(name);
+    names += (names.empty() ? "" : ", ") + name;
   }
   LIGATURE_CHECK(all, "wanted DelayedScaling with ", names, ", got ", to_string(about));
 
-  DelayedScalingOptions options;
   const std::string format = to_string(about["fp8_format"]);
   bool known = false;
   for (const Fp8Format one : {Fp8Format::E4M3, Fp8Format::E5M2, Fp8Format::Hybrid}) {
-    if (format != fp8_format_name(one)) continue;
-    options.fp8_format = one;
-    known = true;
+    known = known || format == fp8_format_name(one);
   }
   LIGATURE_CHECK(known, "fp8_format must be the name of a Format, got '", format, "'");
-  options.margin = field<int64_t>(about, "margin", "an int");
-  options.amax_history_len = field<int64_t>(about, "amax_history_len", "an int");
-  options.reduce_amax = field<bool>(about, "reduce_amax", "a bool");
 
-  const FunctionKeys keys{function_key(about, "amax_compute_algo"),
-                          function_key(about, "scaling_factor_compute_algo")};
-  if (keys.amax.empty()) {
-    options.amax_compute_algo = field<std::string>(about, "amax_compute_algo", "a name");
-  } else {
-    options.amax_function = unknown<const at::Tensor&>(keys.amax);
+  const FunctionKeys keys{function_key(about, kAmax), function_key(about, kScale)};
+  PlainState fields;
+  for (const auto& [name, value] : recipe_fields(kRecipe)) {
+    if (name != kAmax || keys.amax.empty()) fields.set(name, plain_entry(about, name, value));
   }
+  auto options = options_from_state<DelayedScalingOptions>(fields, kRecipe);
+  if (!keys.amax.empty()) options.amax_function = unknown<const at::Tensor&>(keys.amax);
   if (!keys.scale.empty()) {
     options.scale_function = unknown<const at::Tensor&, const at::Tensor&, double>(keys.scale);
   } else {
-    LIGATURE_CHECK_TYPE(about["scaling_factor_compute_algo"].is_null(),
-                        "[DelayedScaling] scaling_factor_compute_algo must be a function or None, "
-                        "got ",
-                        to_string(about["scaling_factor_compute_algo"]));
+    LIGATURE_CHECK_TYPE(about[kScale].is_null(), "[DelayedScaling] ", kScale,
+                        " must be a function or None, got ", to_string(about[kScale]));
   }
-  options.functions_key = keyed ? field<std::string>(about, kKey, "a name") : keys.joined();
+  options.functions_key =
+      keyed ? std::get<std::string>(plain_entry(about, kKey, std::string())) : keys.joined();
   return std::make_shared<DelayedScaling>(std::move(options));
 }
 

@@ -143,8 +143,12 @@ class Recipe:
     def make_quantizer(self, role: QuantizerRole, device: torch.device) -> Any: ...
 
 def make_recipe(
-    name: str, options: dict[str, Any], host: tuple[Any, type, dict[str, Any]]
+    name: str,
+    fields: dict[str, Any],
+    functions: dict[str, tuple[Callable[..., Any], str]],
+    made_from: tuple[Any, type, dict[str, Any]],
 ) -> Recipe: ...
+def recipe_fields(name: str) -> dict[str, Any]: ...
 def replace_recipe(before: Recipe, now: Recipe) -> None: ...
 def enter_autocast(
     enabled: bool,

@@ -42,7 +42,7 @@ int64_t trace(int64_t fuser, const py::dict& given) {
                           "values only, got '", kwargs.names.back(), "'");
       kwargs.values.set(kwargs.names.back(), std::move(*plain));
     }
-    kwargs.host = hold(dict);
+    kwargs.bound = hold(dict);
   }
   if (!given["recipe"].is_none()) {
     call.autocast.recipe = given["recipe"].cast<std::shared_ptr<Recipe>>();

@@ -9,12 +9,12 @@ namespace ligature::python {
 namespace {
 
 py::dict attributes(OperationContext& ctx) {
-  if (ctx.host == nullptr) ctx.host = hold(py::dict());
-  return py::reinterpret_borrow<py::dict>(held(ctx.host));
+  if (ctx.bound == nullptr) ctx.bound = hold(py::dict());
+  return py::reinterpret_borrow<py::dict>(held(ctx.bound));
 }
 
 py::object get_attribute(OperationContext& ctx, const std::string& name) {
-  if (ctx.host != nullptr) {
+  if (ctx.bound != nullptr) {
     py::dict own = attributes(ctx);
     if (own.contains(name)) return own[py::str(name)];
   }

@@ -91,7 +91,7 @@ class PythonFuser {
     }
     std::vector<Tensor> outputs;
     {
-      const RunScope scope(*this);
+      const RunScope scope(*this, call);
       const WithoutGil no_gil;
       outputs = fuser_.run(std::move(call));
     }
@@ -118,7 +118,7 @@ class PythonFuser {
     }
     ExplainedCall explained;
     {
-      const RunScope scope(*this);
+      const RunScope scope(*this, call);
       py::gil_scoped_release no_gil;
       explained = fuser_.explain_call(std::move(call), situation);
     }
@@ -258,11 +258,13 @@ class PythonFuser {
     return PyList_GET_ITEM(refs[0].ptr(), 0);
   }
 
-  /// While it may plan; entered and left with the GIL.
+  /// While it may plan for this call; entered and left with the GIL.
   class RunScope {
    public:
-    explicit RunScope(PythonFuser& fuser)
-        : fuser_(fuser), kept_(py::reinterpret_borrow<py::object>(fuser.kept_now())), keep_(kept_) {
+    RunScope(PythonFuser& fuser, Call& call)
+        : fuser_(fuser),
+          kept_(py::reinterpret_borrow<py::object>(fuser.kept_now()), Held::Ownership::Owned) {
+      call.planner = &kept_;
       ++fuser_.running_;
     }
     ~RunScope() { --fuser_.running_; }
@@ -271,13 +273,12 @@ class PythonFuser {
 
    private:
     PythonFuser& fuser_;
-    py::object kept_;
-    KeepScope keep_;
+    Held kept_;
   };
 
   /// One Python object per operation of a plan, also for those made in C++.
   py::object kept_object(const OpPtr& op) const {
-    if (op->host != nullptr) return python_of(op);
+    if (held(op->bound)) return python_of(op);
     for (const auto& item : kept_now()) {
       py::object handle = py::getattr(item, "_op", py::none());
       if (!handle.is_none() && handle.cast<FusibleOperation*>() == op.get()) {
@@ -297,7 +298,7 @@ class PythonFuser {
                                   Call& call) {
     std::string why_high_precision;
     {
-      const RunScope scope(*this);
+      const RunScope scope(*this, call);
       const WithoutGil no_gil;
       why_high_precision = fuser_.prepare_flat(call);
     }
@@ -341,7 +342,7 @@ class PythonFuser {
         kwargs.names.push_back(key.cast<std::string>());
         if (auto plain = to_plain(value)) kwargs.values.set(kwargs.names.back(), std::move(*plain));
       }
-      kwargs.host = hold(dict);
+      kwargs.bound = hold(dict);
     }
     return out;
   }

@@ -28,8 +28,9 @@ QuantizedPtr PythonQuantizer::quantize(const at::Tensor&, Usage) const {
 namespace {
 
 py::handle object_of(const FusibleOperation& op) {
-  LIGATURE_CHECK_STATE(op.host != nullptr, "[", op.label(), "] its Python object is gone");
-  return static_cast<PyObject*>(op.host);
+  const py::handle object = held(op.bound);
+  LIGATURE_CHECK_STATE(object, "[", op.label(), "] its Python object is gone");
+  return object;
 }
 
 bool is_op_form(Form form) { return form == Form::OpSplit || form == Form::OpClassic; }
@@ -44,8 +45,8 @@ py::object quantizer_object(const Quantizer* quantizer, const Usage& wanted) {
 }
 
 py::dict kwargs_of(const OpArgs& args) {
-  if (args.kwargs == nullptr || args.kwargs->host == nullptr) return {};
-  return py::reinterpret_borrow<py::dict>(held(args.kwargs->host));
+  if (args.kwargs == nullptr || args.kwargs->bound == nullptr) return {};
+  return py::reinterpret_borrow<py::dict>(held(args.kwargs->bound));
 }
 
 py::tuple wrap_all(at::ArrayRef<Tensor> tensors) {
@@ -200,7 +201,7 @@ Kept kept_from(const FusibleOperation& op, const py::handle& tensors, const py::
   if (state && !state.is_none()) {
     const auto dict = py::reinterpret_borrow<py::dict>(state);
     kept.state = state_from_dict(dict, "state to keep");
-    kept.host = hold(dict.attr("copy")());
+    kept.bound = hold(dict.attr("copy")());
   }
   return kept;
 }
@@ -250,7 +251,7 @@ void GuestCalls::call_save_ctx(const FusibleOperation& op, CtxList ctxs, const V
     py::list tensors;
     for (size_t k = 0; k < ctxs.size(); ++k) {
       ctxs[k]->state = result.kept[k].state;
-      ctxs[k]->host = result.kept[k].host;
+      ctxs[k]->bound = result.kept[k].bound;
       py::tuple kept(result.kept[k].tensors.size());
       for (size_t i = 0; i < kept.size(); ++i) kept[i] = wrap(result.kept[k].tensors[i]);
       tensors.append(kept);

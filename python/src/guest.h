@@ -23,7 +23,7 @@ class PythonQuantizer : public Quantizer {
   py::object object() const { return py::reinterpret_borrow<py::object>(held(quantizer_)); }
 
  private:
-  std::shared_ptr<void> quantizer_;
+  HeldPtr quantizer_;
 };
 
 /// The calls that basic and fused guests have in common.

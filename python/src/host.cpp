@@ -25,30 +25,24 @@ const py::object& interned(const char* text) {
   return text[0] == '_' ? *parameters : *training;
 }
 
-thread_local py::handle kept_list;
-
 }  // namespace
 
-KeepScope::KeepScope(const py::handle& list) : before_(kept_list) { kept_list = list; }
-KeepScope::~KeepScope() { kept_list = before_; }
-
 py::object python_of(const OpPtr& op) {
-  if (op->host != nullptr) {
-    return py::reinterpret_borrow<py::object>(static_cast<PyObject*>(op->host));
-  }
+  if (const py::handle own = held(op->bound)) return py::reinterpret_borrow<py::object>(own);
   LIGATURE_CHECK_STATE(op->is_fused_op(), "[", op->label(), "] has no Python object");
   return py::module_::import("ligature.ops.fused").attr("_wrap")(op);
 }
 
-OpList operations_of(const py::handle& ops, const std::string& what) {
+OpList operations_of(const py::handle& ops, const std::string& what, const Bound* planner) {
+  const py::handle kept = held(planner);
   OpList out;
   for (const auto& item : ops) {
     py::object op = attribute(item, "_op");
     if (!op) PyErr_Clear();
     if (op && py::isinstance<FusibleOperation>(op)) {
       auto pointer = op.cast<OpPtr>();
-      if (pointer->is_guest() && pointer->is_fused_op() && kept_list) {
-        kept_list.attr("append")(item);
+      if (pointer->is_guest() && pointer->is_fused_op() && kept) {
+        kept.attr("append")(item);
         out.push_back(std::move(pointer));
       } else if (pointer->is_guest() && pointer->is_fused_op()) {
         auto keep = hold(py::reinterpret_borrow<py::object>(item));
@@ -60,7 +54,9 @@ OpList operations_of(const py::handle& ops, const std::string& what) {
     }
     LIGATURE_CHECK_TYPE(py::hasattr(item, "basic_ops"), what, " must be fusible operations, got ",
                         py::str(py::type::of(item)).cast<std::string>());
-    for (auto& part : operations_of(item.attr("basic_ops"), what)) out.push_back(std::move(part));
+    for (auto& part : operations_of(item.attr("basic_ops"), what, planner)) {
+      out.push_back(std::move(part));
+    }
   }
   return out;
 }

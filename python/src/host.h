@@ -15,22 +15,11 @@ namespace ligature::python {
 /// demand.
 py::object python_of(const OpPtr& op);
 
-/// A list that a fuser's Python object holds: fused operations that Python makes while the fuser
-/// plans are kept there, where the garbage collector sees them.
-class KeepScope {
- public:
-  explicit KeepScope(const py::handle& list);
-  ~KeepScope();
-  KeepScope(const KeepScope&) = delete;
-  KeepScope& operator=(const KeepScope&) = delete;
-
- private:
-  py::handle before_;
-};
-
-/// The operations of a Python list, composites taken apart. Fused operations written in Python are
-/// kept by the list of the KeepScope, without one by the pointers.
-OpList operations_of(const py::handle& ops, const std::string& what);
+/// The operations of a Python list, composites taken apart. `planner`: the list that a fuser's
+/// Python object holds; fused operations written in Python are kept there, where the garbage
+/// collector sees them. Without one the pointers keep them.
+OpList operations_of(const py::handle& ops, const std::string& what,
+                     const Bound* planner = nullptr);
 
 /// Runs Python code from C++: takes the GIL, and turns a Python exception into one that autograd
 /// and C++ can carry.

@@ -252,24 +252,17 @@ OpPtr make_fused(const std::string& name, const py::handle& ops) {
   LIGATURE_CHECK(false, "[", name, "] cannot stand for ", describe(given));
 }
 
-/// The operation may live longer than the object that stands for it, which it does not hold.
-void bind_host(const OpPtr& op, const py::object& host) {
-  op->host = host.ptr();
-  const auto forget = [weak = std::weak_ptr(op), gone = op->host](const py::handle& reference) {
-    const OpPtr left = weak.lock();
-    if (left != nullptr && left->host == gone) left->host = nullptr;
-    reference.dec_ref();
-  };
-  py::weakref(host, py::cpp_function(forget)).release();
-}
+/// The operation may live longer than the object that stands for it, which it does not own.
+void bind_object(const OpPtr& op, const py::object& object) { op->bound = borrow(object); }
 
 MainGrad find_main_grad(const BasicOperation& op, const Tensor& parameter) {
   return with_python([&] {
     MainGrad found;
     py::object param = wrap(parameter);
     // A context that was filled by hand does not name the weight: it is the one of the module.
-    if (op.host != nullptr && parameter.is_same(op.parameter_owner().own_parameters()["weight"])) {
-      param = py::handle(static_cast<PyObject*>(op.host)).attr("_parameter_owner").attr("weight");
+    const py::handle module = held(op.bound);
+    if (module && parameter.is_same(op.parameter_owner().own_parameters()["weight"])) {
+      param = module.attr("_parameter_owner").attr("weight");
     }
     if (!py::hasattr(param, "main_grad")) return found;
     found.buffer = unwrap(param.attr("main_grad"), "[" + op.label() + "] main_grad");
@@ -290,7 +283,7 @@ void bind_operations(py::module_& m) {
   py::class_<FusibleOperation, std::shared_ptr<FusibleOperation>>(m, "Operation")
       .def_property_readonly("name", [](const FusibleOperation& op) { return op.name(); })
       .def_property_readonly("is_fused_op", &FusibleOperation::is_fused_op)
-      .def("bind", &bind_host)
+      .def("bind", &bind_object)
       .def("basic_op_objects", [](const OpPtr& op) {
         py::list out;
         for (const auto& basic : op->basic_ops()) out.append(python_of(basic));

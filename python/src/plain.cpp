@@ -67,15 +67,6 @@ py::dict dict_from_state(const PlainState& state) {
   return out;
 }
 
-std::shared_ptr<void> hold(py::object object) {
-  return std::shared_ptr<void>(object.release().ptr(), [](void* raw) {
-    if (Py_IsInitialized() == 0) return;
-    if (PyGILState_Check() != 0) return Py_DECREF(static_cast<PyObject*>(raw));
-    py::gil_scoped_acquire gil;
-    Py_DECREF(static_cast<PyObject*>(raw));
-  });
-}
-
 py::object wrap(const Tensor& tensor) {
   if (!tensor.defined()) return py::none();
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));

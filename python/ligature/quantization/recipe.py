@@ -12,27 +12,13 @@ from typing import Any, ClassVar
 import torch
 
 from .recipe_base import (
-    BOOL,
-    COMMON,
-    FORMAT,
-    FUNCTION,
-    INT,
-    MAYBE_FUNCTION,
-    NAME_OR_FUNCTION,
     NO_SPLIT,
-    PRODUCTS,
     SPLIT,
-    STR,
-    Check,
     Format,
     MMParams,
     QParams,
     Recipe,
-    fp8_name,
-    function_key,
-    overridden,
     recipe_class,
-    split_accumulation,
 )
 
 __all__ = [
@@ -79,41 +65,12 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
 
-    _name: ClassVar[str] = "DelayedScaling"
-    _checks: ClassVar[dict[str, Check]] = {
-        "margin": INT,
-        "fp8_format": FORMAT,
-        "amax_history_len": INT,
-        "amax_compute_algo": NAME_OR_FUNCTION,
-        "scaling_factor_compute_algo": MAYBE_FUNCTION,
-        "reduce_amax": BOOL,
-        **COMMON,
-    }
-
-    def _options(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _check_values(self, values: dict[str, Any]) -> None:
         if values["backward_override"] is not None:
             raise ValueError(
                 f"[{type(self).__name__}] backward_override must be None with delayed scaling, got "
                 f"{values['backward_override']!r}"
             )
-        amax, scale = values["amax_compute_algo"], values["scaling_factor_compute_algo"]
-        options = {
-            "margin": values["margin"],
-            "fp8_format": fp8_name(self, values["fp8_format"]),
-            "amax_history_len": values["amax_history_len"],
-            "amax_compute_algo": amax if isinstance(amax, str) else "function",
-            "reduce_amax": values["reduce_amax"],
-            "functions_key": "",
-        }
-        keys = []
-        if not isinstance(amax, str):
-            options["amax_function"] = amax
-            keys.append(f"amax:{function_key(amax)}")
-        if scale is not None:
-            options["scale_function"] = scale
-            keys.append(f"scale:{function_key(scale)}")
-        options["functions_key"] = ";".join(keys)
-        return options
 
 
 @recipe_class
@@ -145,35 +102,10 @@ class Float8CurrentScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
 
-    _name: ClassVar[str] = "Float8CurrentScaling"
-    _checks: ClassVar[dict[str, Check]] = {
-        "fp8_format": FORMAT,
-        "use_power_2_scales": BOOL,
-        **PRODUCTS,
-        **COMMON,
-    }
-    _params: ClassVar[tuple[str, ...]] = (
-        "fp8_quant_fwd_inp",
-        "fp8_quant_fwd_weight",
-        "fp8_quant_bwd_grad",
-    )
+    _first: ClassVar[tuple[str, ...]] = ("fp8_format",)
 
     def _default_params(self, name: str) -> QParams:
         return QParams(power_2_scale=self.use_power_2_scales)
-
-    def _options(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "fp8_format": fp8_name(self, values["fp8_format"]),
-            "use_power_2_scales": values["use_power_2_scales"],
-            **split_accumulation(values),
-            **overridden(values),
-        }
-
-    def _param_options(self, params: QParams) -> dict[str, Any]:
-        return {
-            "power_of_2_scales": bool(params.power_2_scale),
-            "amax_epsilon": float(params.amax_epsilon),
-        }
 
 
 @recipe_class
@@ -209,37 +141,10 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
 
-    _name: ClassVar[str] = "Float8BlockScaling"
-    _checks: ClassVar[dict[str, Check]] = {
-        "fp8_format": FORMAT,
-        "use_f32_scales": BOOL,
-        "x_block_scaling_dim": INT,
-        "w_block_scaling_dim": INT,
-        "grad_block_scaling_dim": INT,
-        **PRODUCTS,
-        **COMMON,
-    }
-    _params: ClassVar[tuple[str, ...]] = Float8CurrentScaling._params
+    _first: ClassVar[tuple[str, ...]] = ("fp8_format",)
 
     def _default_params(self, name: str) -> QParams:
         return QParams(power_2_scale=not self.use_f32_scales)
-
-    def _options(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "fp8_format": fp8_name(self, values["fp8_format"]),
-            "use_f32_scales": values["use_f32_scales"],
-            "x_block_scaling_dim": values["x_block_scaling_dim"],
-            "w_block_scaling_dim": values["w_block_scaling_dim"],
-            "grad_block_scaling_dim": values["grad_block_scaling_dim"],
-            **split_accumulation(values),
-            **overridden(values),
-        }
-
-    def _param_options(self, params: QParams) -> dict[str, Any]:
-        return {
-            "power_of_2_scales": bool(params.power_2_scale),
-            "amax_epsilon": float(params.amax_epsilon),
-        }
 
 
 @recipe_class
@@ -264,20 +169,7 @@ class MXFP8BlockScaling(Recipe):
     backward_override: str | None = None
     enable_2d_quantization: bool = False
 
-    _name: ClassVar[str] = "MXFP8BlockScaling"
-    _checks: ClassVar[dict[str, Check]] = {
-        "fp8_format": FORMAT,
-        "enable_2d_quantization": BOOL,
-        "margin": INT,
-        **COMMON,
-    }
-
-    def _options(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "fp8_format": fp8_name(self, values["fp8_format"]),
-            "enable_2d_quantization": values["enable_2d_quantization"],
-            **overridden(values),
-        }
+    _first: ClassVar[tuple[str, ...]] = ("fp8_format", "enable_2d_quantization")
 
 
 @recipe_class
@@ -319,25 +211,6 @@ class NVFP4BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
 
-    _name: ClassVar[str] = "NVFP4BlockScaling"
-    _checks: ClassVar[dict[str, Check]] = {
-        "disable_rht": BOOL,
-        "disable_stochastic_rounding": BOOL,
-        "disable_2d_quantization": BOOL,
-        "row_scaled_activation": BOOL,
-        "nvfp4_4over6": STR,
-        "nvfp4_4over6_e4m3_use_256": STR,
-        "nvfp4_4over6_err_mode": STR,
-        "fp4_format": FORMAT,
-        "fp8_format": FORMAT,
-        **COMMON,
-    }
-    _params: ClassVar[tuple[str, ...]] = (
-        "fp4_quant_fwd_inp",
-        "fp4_quant_fwd_weight",
-        "fp4_quant_bwd_grad",
-    )
-
     def _default_params(self, name: str) -> QParams:
         if name == "fp4_quant_fwd_weight":
             return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
@@ -347,30 +220,13 @@ class NVFP4BlockScaling(Recipe):
             stochastic_rounding=gradient and not self.disable_stochastic_rounding,
         )
 
-    def _options(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _check_values(self, values: dict[str, Any]) -> None:
         for name, wanted in (("fp4_format", Format.E2M1), ("fp8_format", Format.E4M3)):
             if values[name] is not wanted:
                 raise ValueError(
                     f"[{type(self).__name__}] {name} must be Format.{wanted.name}, got "
                     f"{values[name]}"
                 )
-        names = (
-            "disable_rht",
-            "disable_stochastic_rounding",
-            "disable_2d_quantization",
-            "row_scaled_activation",
-            "nvfp4_4over6",
-            "nvfp4_4over6_e4m3_use_256",
-            "nvfp4_4over6_err_mode",
-        )
-        return {**{name: values[name] for name in names}, **overridden(values)}
-
-    def _param_options(self, params: QParams) -> dict[str, Any]:
-        return {
-            "hadamard": bool(params.random_hadamard_transform),
-            "stochastic_rounding": bool(params.stochastic_rounding),
-            "block_2d": bool(params.fp4_2d_quantization),
-        }
 
 
 @recipe_class
@@ -393,14 +249,3 @@ class CustomRecipe(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
-
-    _name: ClassVar[str] = "CustomRecipe"
-    _checks: ClassVar[dict[str, Check]] = {"qfactory": FUNCTION, "fp8_format": FORMAT, **COMMON}
-
-    def _options(self, values: dict[str, Any]) -> dict[str, Any]:
-        factory = values["qfactory"]
-        return {
-            "qfactory": factory,
-            "factory_key": function_key(factory),
-            **overridden(values),
-        }

@@ -14,7 +14,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
+from types import NoneType, UnionType
+from typing import (
+    Any,
+    ClassVar,
+    NamedTuple,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -72,31 +82,31 @@ def _is_int(value: Any) -> bool:
 
 
 Check = tuple[str, Callable[[Any], bool]]
-BOOL: Check = ("a bool", _is_bool)
-INT: Check = ("an int", _is_int)
-STR: Check = ("a str", lambda value: isinstance(value, str))
-FORMAT: Check = ("a Format", lambda value: isinstance(value, Format))
-MM: Check = ("an MMParams", lambda value: isinstance(value, MMParams))
-FUNCTION: Check = ("a function", callable)
-MAYBE_FUNCTION: Check = ("a function or None", lambda value: value is None or callable(value))
-NAME_OR_FUNCTION: Check = (
-    "a str or a function",
-    lambda value: isinstance(value, str) or callable(value),
+#: What a field of such a type must be.
+_CHECKS: dict[Any, Check] = {
+    bool: ("a bool", _is_bool),
+    int: ("an int", _is_int),
+    str: ("a str", lambda value: isinstance(value, str)),
+    NoneType: ("None", lambda value: value is None),
+    Callable: ("a function", callable),
+    Format: ("a Format", lambda value: isinstance(value, Format)),
+    MMParams: ("an MMParams", lambda value: isinstance(value, MMParams)),
+}
+#: Of every recipe; the core knows the names.
+_CHECK_OVERRIDE: Check = (
+    "None, 'high_precision' or 'dequantized'",
+    lambda value: value is None or (isinstance(value, str) and value != ""),
 )
-#: Fields of every recipe that concern no single format.
-COMMON: dict[str, Check] = {
-    "fp8_dpa": BOOL,
-    "fp8_mha": BOOL,
-    "backward_override": (
-        "None, 'high_precision' or 'dequantized'",
-        lambda value: value is None or (isinstance(value, str) and value != ""),
-    ),
-}
-PRODUCTS: dict[str, Check] = {
-    "fp8_gemm_fprop": MM,
-    "fp8_gemm_dgrad": MM,
-    "fp8_gemm_wgrad": MM,
-}
+
+
+def _check_of(name: str, annotation: Any) -> Check:
+    """What a field must be: any of the types that it is annotated with."""
+    if name == "backward_override":
+        return _CHECK_OVERRIDE
+    types = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    checks = [_CHECKS[get_origin(one) or one] for one in types]
+    wanted = " or ".join(text for text, _ in checks)
+    return wanted, lambda value: any(is_right(value) for _, is_right in checks)
 
 
 _warned: set[tuple[str, str]] = set()
@@ -116,12 +126,17 @@ def _warn_ignored(recipe: str, name: str) -> None:
 class Recipe:
     """Base class of the recipes."""
 
+    #: Fields that stand first in a repr.
+    _first: ClassVar[tuple[str, ...]] = ()
+    # What recipe_class finds out:
     _name: ClassVar[str] = ""
-    _checks: ClassVar[dict[str, Check]] = {}
-    #: Attributes that hold the QParams of the input, the weight and the output's gradient.
-    _params: ClassVar[tuple[str, ...]] = ()
     #: All fields, in order.
     _names: ClassVar[tuple[str, ...]] = ()
+    _checks: ClassVar[dict[str, Check]] = {}
+    #: The fields that the core knows too, those of a QParams as "role.field".
+    _known: ClassVar[frozenset[str]] = frozenset()
+    #: Attributes that hold the QParams of the input, the weight and the output's gradient.
+    _params: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def delayed(cls) -> bool:
@@ -247,20 +262,42 @@ class Recipe:
             self._take_twin(twin)
         return twin
 
-    def _options(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The options of the twin, for these values of the fields."""
-        raise TypeError(f"{type(self).__name__} is not a recipe of Ligature's")
+    def _check_values(self, values: dict[str, Any]) -> None:
+        """Refuses values of fields that the core does not know."""
+
+    def _plain(self, name: str, value: Any) -> Any:
+        """A field's value as the core takes it."""
+        if isinstance(value, Format):
+            if value is Format.E2M1:
+                raise ValueError(
+                    f"[{type(self).__name__}] {name} must be Format.E4M3, E5M2 or HYBRID, got "
+                    f"{value}"
+                )
+            return value.name
+        if isinstance(value, MMParams):
+            return bool(value.use_split_accumulator)
+        if isinstance(value, str):
+            return str.__str__(value)
+        return int(value) if _is_int(value) else value
 
     def _make_twin(self, values: dict[str, Any]) -> _C.Recipe:
-        options = self._options(values)
-        for name, role in zip(self._params, ("input", "weight", "grad_output"), strict=False):
-            if name in values:
-                options[role] = self._param_options(values[name])
-        host = (weakref.ref(self), type(self), dict(values))
-        return _C.make_recipe(self._name, options, host)
-
-    def _param_options(self, params: QParams) -> dict[str, Any]:
-        return {}
+        if not self._name:
+            raise TypeError(f"{type(self).__name__} is not a recipe of Ligature's")
+        self._check_values(values)
+        plain: dict[str, Any] = {}
+        functions: dict[str, tuple[Callable[..., Any], str]] = {}
+        for name, value in values.items():
+            if isinstance(value, QParams):
+                for field in fields(QParams):
+                    if f"{name}.{field.name}" in self._known:
+                        kind = bool if isinstance(field.default, bool) else float
+                        plain[f"{name}.{field.name}"] = kind(getattr(value, field.name))
+            elif callable(value):
+                functions[name] = (value, function_key(value))
+            elif name in self._known:
+                plain[name] = self._plain(name, value)
+        made_from = (weakref.ref(self), type(self), dict(values))
+        return _C.make_recipe(self._name, plain, functions, made_from)
 
     def _can_be_described(self) -> bool:
         """Whether another process could have the like: all its functions can be imported."""
@@ -302,7 +339,14 @@ def recipe_class(cls: type[R]) -> type[R]:
     Its constructor ignores names that it does not know, with a warning once for each.
     """
     made = dataclass(repr=False, eq=False)(cls)
+    made._name = cls.__name__
     made._names = tuple(field.name for field in fields(made))  # type: ignore[arg-type]
+    annotations = get_type_hints(made)
+    in_order = dict.fromkeys((*made._first, *made._names))
+    made._checks = {name: _check_of(name, annotations[name]) for name in in_order}
+    known = _C.recipe_fields(made._name)
+    made._known = frozenset(known)
+    made._params = tuple(dict.fromkeys(name.split(".")[0] for name in known if "." in name))
     plain: Any = made.__init__
 
     @functools.wraps(plain)
@@ -403,23 +447,3 @@ def _is_importable(function: Any) -> bool:
     for part in getattr(function, "__qualname__", "<none>").split("."):
         found = getattr(found, part, None)
     return found is function
-
-
-def fp8_name(recipe: Recipe, value: Format) -> str:
-    """The name of an FP8 format; refuses others."""
-    if value is Format.E2M1:
-        raise ValueError(
-            f"[{type(recipe).__name__}] fp8_format must be Format.E4M3, E5M2 or HYBRID, got {value}"
-        )
-    return value.name
-
-
-def overridden(values: dict[str, Any]) -> dict[str, str]:
-    """The option of the twin for ``backward_override``."""
-    value = values["backward_override"]
-    return {} if value is None else {"backward_override": value}
-
-
-def split_accumulation(values: dict[str, Any]) -> dict[str, bool]:
-    """Of each product of a linear layer."""
-    return {name: bool(values[name].use_split_accumulator) for name in PRODUCTS}
