@@ -2,8 +2,15 @@
 PYTHON ?= python3
 JOBS   ?= $(shell nproc)
 ARGS   ?=
+TORCH  ?=
 
-VENV  := .venv
+# Another torch has an environment, build folders and a package of its own.
+OTHER   := $(addprefix -torch-,$(strip $(TORCH)))
+RELEASE := build/release$(OTHER)
+ASAN    := build/asan$(OTHER)
+PACKAGE := $(if $(OTHER),$(RELEASE)/package,python)
+
+VENV  := .venv$(OTHER)
 BIN   := $(VENV)/bin
 CUDA_VENV   := .venv-cuda
 CUDA_TARGET ?= all
@@ -27,26 +34,28 @@ help:
 	@echo "make sanitize          the C++ tests under the address and undefined-behaviour sanitizers"
 	@echo "make cuda              the library and its C++ tests with the CUDA backend, in build/cuda"
 	@echo "make lint | format     check, or fix, the style of C++ and Python; lint also checks types and includes"
-	@echo "make clean             remove what was built; 'make distclean' removes .venv too"
+	@echo "make clean             remove what was built; 'make distclean' removes the environments too"
+	@echo "make ... TORCH=2.15.0  any of these but cuda with that torch, in .venv-torch-2.15.0"
 
 setup: $(READY)
 
 $(READY): requirements-dev.txt tools/setup.sh
-	@PYTHON="$(PYTHON)" tools/setup.sh $(VENV)
+	@PYTHON="$(PYTHON)" tools/setup.sh $(VENV) $(PACKAGE) $(TORCH)
 
-build/%/build.ninja: CMakePresets.json | $(READY)
-	@echo "== configure: $*"
-	@cmake --preset $*
+build/%$(OTHER)/build.ninja: CMakePresets.json | $(READY)
+	@echo "== configure: $*$(OTHER)"
+	@cmake --preset $* $(if $(OTHER),-B $(@D) -DPython3_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -DLIGATURE_PACKAGE_DIR=$(CURDIR)/$(PACKAGE)/ligature)
 	@touch $@
 
-build: build/release/build.ninja $(READY)
-	@echo "== build: release"
-	@cmake --build build/release -j $(JOBS)
+build: $(RELEASE)/build.ninja $(READY)
+	@echo "== build: release$(OTHER)"
+	@cmake --build $(RELEASE) -j $(JOBS)
 
 # The package alone, without tests and examples in C++.
-package: build/release/build.ninja $(READY)
+package: $(RELEASE)/build.ninja $(READY)
 	@echo "== build: the package"
-	@cmake --build build/release -j $(JOBS) --target _C
+	@cmake --build $(RELEASE) -j $(JOBS) --target _C
 
 run: package
 	@$(BIN)/python examples/python/demo.py $(ARGS)
@@ -69,21 +78,23 @@ test: export OMP_WAIT_POLICY = passive
 test: build
 ifeq ($(strip $(ARGS)),)
 	@echo "== C++ and Python tests"
-	@$(BIN)/python tools/run_tests.py --jobs $(JOBS) --threads 1 --cpp build/release/bin/ligature_tests
+	@$(BIN)/python tools/run_tests.py --jobs $(JOBS) --threads 1 --cpp $(RELEASE)/bin/ligature_tests \
+	  --logs build/test_logs$(OTHER)
 else
 	@echo "== Python tests: $(ARGS)"
 	@$(BIN)/python -m pytest -q tests/python $(ARGS)
 endif
 
-sanitize: build/asan/build.ninja $(READY)
-	@echo "== build: asan"
-	@cmake --build build/asan -j $(JOBS)
+sanitize: $(ASAN)/build.ninja $(READY)
+	@echo "== build: asan$(OTHER)"
+	@cmake --build $(ASAN) -j $(JOBS)
 	@echo "== C++ tests under the address and undefined-behaviour sanitizers"
-	@ctest --preset asan
+	@ctest --preset asan --test-dir $(ASAN)
 
 # Needs no GPU. CUDA_ARCHITECTURES=80;90a chooses others than the default; CUDA_TARGET=ligature
-# leaves the tests out.
+# leaves the tests out. Its torch is that of tools/setup_cuda.sh.
 cuda: $(READY)
+	$(if $(OTHER),$(error make cuda has a torch of its own, and takes no TORCH))
 	@PYTHON="$(PYTHON)" tools/setup_cuda.sh $(CUDA_VENV)
 	@echo "== configure and build: cuda"
 	@. $(CUDA_VENV)/cuda.env && cmake --preset cuda \
@@ -112,4 +123,4 @@ clean:
 	@find $(PY_DIRS) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	@rm -rf $(VENV) $(CUDA_VENV)
+	@rm -rf .venv .venv-torch-* $(CUDA_VENV)

@@ -1,8 +1,11 @@
 #!/bin/sh
-# Installs what the build needs and is missing: system packages, then the virtual environment $1.
+# Installs what the build needs and is missing: system packages, then the virtual environment $1. It
+# sees the package in the folder $2, and has the torch of requirements-dev.txt, or version $3.
 set -eu
 
 venv=${1:-.venv}
+package=${2:-python}
+torch=${3:-}
 python=${PYTHON:-python3}
 root=$(cd "$(dirname "$0")/.." && pwd)
 
@@ -40,10 +43,12 @@ fi
 
 echo "== set-up: Python packages into $venv (a few minutes the first time)"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements-dev.txt"
+sed "${torch:+s/^torch==.*/torch==$torch/}" "$root/requirements-dev.txt" >"$venv/requirements.txt"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$venv/requirements.txt"
 
-# The package is used from the source tree; the build puts its libraries there.
+# The package is used from the source tree, or from the build folder of another torch; the build puts
+# its libraries there.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-echo "$root/python" >"$site/ligature_source_tree.pth"
+echo "$root/$package" >"$site/ligature_source_tree.pth"
 
 touch "$venv/.ready"

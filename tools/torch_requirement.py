@@ -11,7 +11,7 @@ from typing import Any
 
 
 def requirement(version: str) -> str:
-    """As ``torch>=2.13,<2.14`` for ``2.13.0+cpu``."""
+    """As ``torch>=2.15,<2.16`` for ``2.15.0+cu130``."""
     major, minor = (int(part) for part in version.split(".")[:2])
     return f"torch>={major}.{minor},<{major}.{minor + 1}"
 

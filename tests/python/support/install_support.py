@@ -83,8 +83,9 @@ def build_wheel(build: Path, folder: Path) -> Path:
         "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count()),
     }
     pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
-    setting = f"--config-settings=cmake.define.LIGATURE_WARNINGS_AS_ERRORS={strict}"
-    run(*pip, setting, "--wheel-dir", folder, ROOT, cwd=folder, env=env)
+    settings = [f"cmake.define.LIGATURE_WARNINGS_AS_ERRORS={strict}", f"build-dir={build}-wheel"]
+    options = [f"--config-settings={setting}" for setting in settings]
+    run(*pip, *options, "--wheel-dir", folder, ROOT, cwd=folder, env=env)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
