@@ -103,8 +103,7 @@ void OperationFuser::drop_stale_plans(std::vector<std::shared_ptr<const Plan>>& 
   last_plan_ = std::move(explained);
 }
 
-OperationFuser::KeptPlan& OperationFuser::find_plan(const PlanKey& key,
-                                                    const Bound* planner) {
+OperationFuser::KeptPlan& OperationFuser::find_plan(const PlanKey& key, const Bound* planner) {
   const auto is_wanted = [&](const KeptPlan& kept) { return kept.key == key; };
   if (!plans_.empty() && is_wanted(plans_.back())) return plans_.back();
   const auto found = std::find_if(plans_.begin(), plans_.end(), is_wanted);

@@ -52,7 +52,7 @@ inline constexpr ActivationKind kActivationKinds[] = {
     LIGATURE_ACTIVATIONS(LIGATURE_ACTIVATION, LIGATURE_ACTIVATION, LIGATURE_ACTIVATION)};
 #undef LIGATURE_ACTIVATION
 
-/// An activation with its options.
+/// An activation with the options that its kernels compute with.
 struct ActivationSpec {
   ActivationKind kind;
   double limit = 7.0;               // ClampedSwiGLU
@@ -61,6 +61,17 @@ struct ActivationSpec {
   double beta1 = 4.0;               // SiTUGLU
   double beta2 = 25.0;              // SiTUGLU
   int64_t glu_interleave_size = 0;  // n > 0: blocks of n gates, n linear units, alternating
+
+  /// Calls f(name, value) for those of all kinds.
+  template <class F>
+  void options(F&& f) {
+    f("limit", limit);
+    f("alpha", alpha);
+    f("glu_linear_offset", glu_linear_offset);
+    f("beta1", beta1);
+    f("beta2", beta2);
+    f("glu_interleave_size", glu_interleave_size);
+  }
 };
 
 constexpr bool is_known(ActivationKind kind) {

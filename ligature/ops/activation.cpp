@@ -1,6 +1,7 @@
 #include "ligature/ops/activation.h"
 
 #include <cmath>
+#include <string_view>
 
 #include "ligature/ops/checks.h"
 #include "ligature/ops/filled_context.h"
@@ -18,20 +19,23 @@ void check_finite(const char* op, const char* option, double value) {
 
 namespace {
 
+// The options of a spec's kind: the fields of its operation's options that a spec has too.
 template <class F>
 void each_option(kernels::ActivationSpec& spec, F&& f) {
-  using kernels::ActivationKind;
-  if (spec.kind == ActivationKind::ClampedSwiGLU) {
-    f("limit", spec.limit);
-    f("alpha", spec.alpha);
-    f("glu_linear_offset", spec.glu_linear_offset);
-  } else if (spec.kind == ActivationKind::SiTUGLU) {
-    f("beta1", spec.beta1);
-    f("beta2", spec.beta2);
-  } else if (spec.kind != ActivationKind::SwiGLU) {
-    return;
+  const auto of = [&](auto options) {
+    options.fields([&](std::string_view field, auto&) {
+      spec.options([&](const char* name, auto& value) {
+        if (field == name) f(name, value);
+      });
+    });
+  };
+  switch (spec.kind) {
+#define LIGATURE_ACTIVATION(Name, Options, ...) \
+  case kernels::ActivationKind::Name:           \
+    return of(Options());
+    LIGATURE_ACTIVATIONS(LIGATURE_ACTIVATION, LIGATURE_ACTIVATION, LIGATURE_ACTIVATION)
+#undef LIGATURE_ACTIVATION
   }
-  f("glu_interleave_size", spec.glu_interleave_size);
 }
 
 /// Kept from forward to backward.

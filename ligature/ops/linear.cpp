@@ -44,9 +44,9 @@ LinearImpl::LinearImpl(Options options_)
   register_parameter("weight", new_weight(basic_linear(), w));
   if (!options.bias) return;
   // As torch.nn.Linear; a Bias on its own begins at zero.
-  const double bound = 1.0 / std::sqrt(static_cast<double>(options.in_features));
+  const double limit = 1.0 / std::sqrt(static_cast<double>(options.in_features));
   Tensor b = at::empty({options.out_features}, like);
-  if (!b.is_meta()) b.uniform_(-bound, bound);
+  if (!b.is_meta()) b.uniform_(-limit, limit);
   register_parameter("bias", b);
 }
 

@@ -330,7 +330,8 @@ CustomRecipeOptions normalized(CustomRecipeOptions options) {
 }  // namespace
 
 CustomRecipe::CustomRecipe(Options given) : RecipeOf("CustomRecipe", normalized(std::move(given))) {
-  LIGATURE_CHECK(options.factory != nullptr, "[CustomRecipe] qfactory must be a function, got none");
+  LIGATURE_CHECK(options.factory != nullptr,
+                 "[CustomRecipe] qfactory must be a function, got none");
 }
 
 std::shared_ptr<Quantizer> CustomRecipe::make_quantizer(const QuantizerRole& role,

@@ -149,12 +149,12 @@ const PlainState& recipe_fields(const std::string& name);
 std::vector<std::string> recipe_names();
 
 /// In a recipe's .cpp: makes it known by name.
-#define LIGATURE_REGISTER_RECIPE(Name)                                                            \
-  static const bool Name##_is_registered = ::ligature::register_recipe(                           \
-      #Name, ::ligature::options_to_state(Name::Options{}),                                       \
-      [](const ::ligature::PlainState& fields) -> std::shared_ptr<::ligature::Recipe> {           \
-        return std::make_shared<Name>(                                                            \
-            ::ligature::options_from_state<Name::Options>(fields, #Name));                        \
+#define LIGATURE_REGISTER_RECIPE(Name)                                                  \
+  static const bool Name##_is_registered = ::ligature::register_recipe(                 \
+      #Name, ::ligature::options_to_state(Name::Options{}),                             \
+      [](const ::ligature::PlainState& fields) -> std::shared_ptr<::ligature::Recipe> { \
+        return std::make_shared<Name>(                                                  \
+            ::ligature::options_from_state<Name::Options>(fields, #Name));              \
       })
 
 struct DelayedScalingOptions {

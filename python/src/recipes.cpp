@@ -181,7 +181,8 @@ void bind_recipes(py::module_& m) {
           py::arg("role"), py::arg("device"));
   m.def("make_recipe", &make_twin, py::arg("name"), py::arg("fields"), py::arg("functions"),
         py::arg("made_from"));
-  m.def("recipe_fields", [](const std::string& name) { return dict_from_state(recipe_fields(name)); });
+  m.def("recipe_fields",
+        [](const std::string& name) { return dict_from_state(recipe_fields(name)); });
   m.def("replace_recipe", [](const Recipe& before, const std::shared_ptr<Recipe>& now) {
     replace_recipe(&before, now);
     replace_model_init_recipe(&before, now);

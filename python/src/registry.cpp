@@ -38,8 +38,7 @@ FusionFunction make_function(std::string name, py::object function) {
       LIGATURE_CHECK_TYPE(py::isinstance<py::list>(result) || py::isinstance<py::tuple>(result),
                           "fusion '", name, "' must return a list of operations, got ",
                           py::str(py::type::of(result)).cast<std::string>());
-      OpList out =
-          operations_of(result, "fusion '" + name + "': the results", options.planner);
+      OpList out = operations_of(result, "fusion '" + name + "': the results", options.planner);
       // What came back unchanged stays the pointer it was.
       for (auto& op : out) {
         for (const auto& before : ops) {
@@ -107,8 +106,8 @@ FusionRule make_rule(std::string name, const py::list& pattern, py::object predi
     return with_python([&]() -> OpPtr {
       py::list result;
       result.append(held(keep)(*matched_objects(match, held(keep_join))));
-      OpList made = operations_of(result, "fusion '" + name + "': what its factory makes",
-                                  match.planner);
+      OpList made =
+          operations_of(result, "fusion '" + name + "': what its factory makes", match.planner);
       LIGATURE_CHECK_TYPE(made.size() == 1, "fusion '", name,
                           "': its factory must make one fused operation");
       return made[0];

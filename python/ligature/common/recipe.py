@@ -1,29 +1,8 @@
 """The recipes, under the name that scripts written for Transformer Engine import."""
 
-from ..quantization.recipe import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    MMParams,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    QParams,
-    Recipe,
-)
+from ..quantization import recipe as _recipes
+from ..quantization.recipe import *  # noqa: F403
 from ..quantization.roles import QuantizerRole
 
-__all__ = [
-    "CustomRecipe",
-    "DelayedScaling",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Format",
-    "MMParams",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-    "QParams",
-    "QuantizerRole",
-    "Recipe",
-]
+__all__ = ["QuantizerRole"]
+__all__ += _recipes.__all__

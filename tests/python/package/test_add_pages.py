@@ -22,6 +22,20 @@ def test_files_exist(page: str) -> None:
         assert (ROOT / file).is_file(), f"docs/{page}.md names {file}"
 
 
+def test_an_activation_is_a_row_and_its_formulas() -> None:
+    def files(name: str) -> set[str]:
+        return {
+            path.relative_to(ROOT / "ligature").as_posix()
+            for path in (ROOT / "ligature").rglob("*.[hc]*")
+            if re.search(rf"\b{name}\b", path.read_text())
+        }
+
+    table, cuda = "kernels/activation_kind.h", "backend/cuda/device/activation.cuh"
+    formulas = {"backend/cpu/activation_functors.h", "backend/aten/activation.cpp"}
+    assert files("QGELU") == {table, cuda, *formulas}
+    assert files("QGEGLU") == {table, cuda}
+
+
 def test_folders_include_in_one_direction() -> None:
     done = subprocess.run(
         [sys.executable, "tools/check_includes.py"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import gc
 import pickle
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import ligature as te
+from ligature import _C
 from ligature.common.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -115,6 +117,112 @@ def formats(recipe: Recipe) -> dict[str, dict]:
 def test_defaults_and_order(cls) -> None:
     assert {f.name: f.default for f in dataclasses.fields(cls)} == DEFAULTS[cls]
     assert [f.name for f in dataclasses.fields(cls)] == list(DEFAULTS[cls])
+
+
+# Accepted without an effect, or with one value alone.
+ONLY_IN_PYTHON = {
+    DelayedScaling: {"scaling_factor_compute_algo", "fp8_dpa", "fp8_mha", "backward_override"},
+    Float8CurrentScaling: {"fp8_dpa", "fp8_mha"},
+    Float8BlockScaling: {"fp8_dpa", "fp8_mha"},
+    MXFP8BlockScaling: {"margin", "fp8_dpa", "fp8_mha"},
+    NVFP4BlockScaling: {"fp4_format", "fp8_format", "fp8_dpa", "fp8_mha"},
+}
+
+
+@pytest.mark.parametrize("cls", DEFAULTS)
+def test_the_core_has_the_same_fields_and_defaults(cls) -> None:
+    core = _C.recipe_fields(cls.__name__)
+    assert DEFAULTS[cls].keys() - core.keys() == ONLY_IN_PYTHON[cls]
+    for name, value in DEFAULTS[cls].items():
+        if name in core:
+            plain = value.name if isinstance(value, Format) else value
+            plain = plain.use_split_accumulator if isinstance(plain, MMParams) else plain
+            assert core[name] == plain
+    params = {name for name in core if "." in name}
+    assert core.keys() - params - DEFAULTS[cls].keys() <= {"amax_epsilon"}
+    fields = {field.name for field in dataclasses.fields(QParams)}
+    assert {name.split(".")[1] for name in params} <= fields
+
+
+@pytest.mark.parametrize("cls", DEFAULTS)
+def test_every_field_that_has_an_effect_is_part_of_the_key(cls) -> None:
+    other = {
+        "amax_compute_algo": "most_recent",
+        "backward_override": "dequantized",
+        "nvfp4_4over6": "all",
+        "nvfp4_4over6_e4m3_use_256": "none",
+        "nvfp4_4over6_err_mode": "MSE",
+        "fp8_format": Format.E5M2,
+    }
+    for name, value in DEFAULTS[cls].items():
+        if name in ONLY_IN_PYTHON[cls]:
+            continue
+        # One of the three may have square blocks.
+        recipe = cls(**{"w_block_scaling_dim": 1} if "block_scaling_dim" in name else {})
+        before = recipe._native.key
+        if isinstance(value, bool):
+            setattr(recipe, name, not value)
+        elif isinstance(value, MMParams):
+            setattr(recipe, name, MMParams(not value.use_split_accumulator))
+        else:
+            setattr(recipe, name, other.get(name, 2))
+        assert recipe._native.key != before
+    for name in cls._params:
+        recipe = cls()
+        setattr(recipe, name, getattr(recipe, name))
+        assert recipe._native.key != cls()._native.key
+
+
+REPRS = [
+    "DelayedScaling(margin=0, fp8_format=HYBRID, amax_history_len=1024, amax_compute_algo='max', "
+    "scaling_factor_compute_algo=None, reduce_amax=True, fp8_dpa=False, fp8_mha=False, "
+    "backward_override=None)",
+    "Float8CurrentScaling(fp8_format=HYBRID, use_power_2_scales=False, "
+    "fp8_gemm_fprop=MMParams(use_split_accumulator=False), "
+    "fp8_gemm_dgrad=MMParams(use_split_accumulator=True), "
+    "fp8_gemm_wgrad=MMParams(use_split_accumulator=True), fp8_dpa=False, fp8_mha=False, "
+    "backward_override=None)",
+    "Float8BlockScaling(fp8_format=E4M3, use_f32_scales=False, x_block_scaling_dim=1, "
+    "w_block_scaling_dim=2, grad_block_scaling_dim=1, "
+    "fp8_gemm_fprop=MMParams(use_split_accumulator=True), "
+    "fp8_gemm_dgrad=MMParams(use_split_accumulator=True), "
+    "fp8_gemm_wgrad=MMParams(use_split_accumulator=True), fp8_dpa=False, fp8_mha=False, "
+    "backward_override=None)",
+    "MXFP8BlockScaling(fp8_format=E4M3, enable_2d_quantization=False, margin=0, fp8_dpa=False, "
+    "fp8_mha=False, backward_override=None)",
+    "NVFP4BlockScaling(disable_rht=False, disable_stochastic_rounding=False, "
+    "disable_2d_quantization=False, row_scaled_activation=False, nvfp4_4over6='none', "
+    "nvfp4_4over6_e4m3_use_256='all', nvfp4_4over6_err_mode='MAE', fp4_format=E2M1, "
+    "fp8_format=E4M3, fp8_dpa=False, fp8_mha=False, backward_override=None)",
+]
+
+
+@pytest.mark.parametrize(("cls", "text"), list(zip(DEFAULTS, REPRS, strict=True)))
+def test_reprs(cls, text) -> None:
+    assert repr(cls()) == text
+
+
+class Choice(enum.IntEnum):
+    ONE = 1
+
+
+class Mode(str, enum.Enum):  # noqa: UP042
+    MSE = "MSE"
+
+
+def test_subclasses_of_plain_types_are_taken() -> None:
+    recipe = Float8BlockScaling(w_block_scaling_dim=Choice.ONE)
+    assert recipe._native.key == Float8BlockScaling(w_block_scaling_dim=1)._native.key
+    recipe = NVFP4BlockScaling(nvfp4_4over6_err_mode=Mode.MSE)
+    assert recipe._native.key == NVFP4BlockScaling(nvfp4_4over6_err_mode="MSE")._native.key
+
+
+def test_params_are_made_plain() -> None:
+    recipe = Float8CurrentScaling(fp8_gemm_fprop=MMParams(use_split_accumulator=1))
+    assert recipe._native.key == Float8CurrentScaling(fp8_gemm_fprop=MMParams())._native.key
+    recipe.fp8_quant_fwd_inp = QParams(power_2_scale=1, amax_epsilon=1, fp4_2d_quantization=True)
+    assert formats(recipe)["input"]["power_of_2_scales"] is True
+    assert formats(recipe)["input"]["amax_epsilon"] == 1.0
 
 
 def test_no_environment_variable_changes_a_default(monkeypatch) -> None:
