@@ -87,15 +87,15 @@ OpForwardResult BasicOperation::op_forward_compute(const Value&, const OpArgs&) 
   LIGATURE_CHECK_STATE(false, "[", label(), "] has no op_forward_compute");
 }
 
-void BasicOperation::op_forward_save_ctx(OperationContext&, const Value&, Kept&, const OpArgs&) {
+void BasicOperation::op_forward_save_ctx(OperationContext&, const Value&, ToSave&, const OpArgs&) {
   LIGATURE_CHECK_STATE(false, "[", label(), "] has no op_forward_save_ctx");
 }
 
 Value BasicOperation::op_forward(OperationContext& ctx, const Value& input, const OpArgs& args) {
   OpForwardResult result = op_forward_compute(input, args);
   if (args.requires_grad.op) {
-    ctx.state = result.kept.state;
-    op_forward_save_ctx(ctx, input, result.kept, args);
+    ctx.state = result.to_save.state;
+    op_forward_save_ctx(ctx, input, result.to_save, args);
   }
   return std::move(result.output);
 }
@@ -120,14 +120,14 @@ FuserForwardResult BasicOperation::fuser_forward_compute(const Value& input, Arg
   FuserForwardResult out;
   out.output = std::move(result.output);
   out.extra_outputs.resize(1);
-  out.kept.push_back(std::move(result.kept));
+  out.to_save.push_back(std::move(result.to_save));
   return out;
 }
 
 void BasicOperation::fuser_forward_save_ctx(CtxList ctxs, const Value& input,
                                             FuserForwardResult& result, ArgsList args) {
-  ctxs[0]->state = result.kept[0].state;
-  op_forward_save_ctx(*ctxs[0], input, result.kept[0], args[0]);
+  ctxs[0]->state = result.to_save[0].state;
+  op_forward_save_ctx(*ctxs[0], input, result.to_save[0], args[0]);
 }
 
 // The path of every plain step: straight to op_forward, without the lists of the general form.

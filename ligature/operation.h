@@ -59,7 +59,7 @@ struct OpArgs {
 };
 
 /// What a forward computed and did not take from its arguments: fresh tensors and plain state.
-struct Kept {
+struct ToSave {
   std::vector<Value> tensors;
   PlainState state;
   BoundPtr bound;  ///< a binding's own form of the state
@@ -67,7 +67,7 @@ struct Kept {
 
 struct OpForwardResult {
   Value output;
-  Kept kept;
+  ToSave to_save;
 };
 
 struct OpBackwardResult {
@@ -79,7 +79,7 @@ struct OpBackwardResult {
 struct FuserForwardResult {
   Value output;
   std::vector<std::vector<Tensor>> extra_outputs;
-  std::vector<Kept> kept;
+  std::vector<ToSave> to_save;
 };
 
 struct FuserBackwardResult {
@@ -118,7 +118,7 @@ class FusibleOperation : public torch::nn::Module {
 
   /// Does this class compute with the host language, so that its shapes are unknown beforehand and
   /// its steps run with the caller's dispatch state?
-  virtual bool is_guest() const { return false; }
+  virtual bool is_python_op() const { return false; }
   /// Are all its kernels Ligature's own or ATen's? Launches may then be held while it runs. Only a
   /// class itself can say so, not one that is derived from it: LIGATURE_BUILTIN.
   virtual bool is_builtin() const { return false; }
@@ -177,7 +177,7 @@ class BasicOperation : public FusibleOperation {
   virtual bool writes_grad_of_extra_output(size_t /*index*/) const { return false; }
 
   virtual OpForwardResult op_forward_compute(const Value& input, const OpArgs& args);
-  virtual void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+  virtual void op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave& to_save,
                                    const OpArgs& args);
   virtual Value op_forward(OperationContext& ctx, const Value& input, const OpArgs& args);
   virtual OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output);

@@ -81,9 +81,9 @@ bool has_no_state(const Plan& plan, const GradPlan& grads) {
 }
 
 /// What backward is given, put into the contexts.
-class KeptValues final : public SavedValues {
+class FlatSavedValues final : public SavedValues {
  public:
-  KeptValues(const Layout& layout, const std::vector<Tensor>& kept, Contexts& contexts)
+  FlatSavedValues(const Layout& layout, const std::vector<Tensor>& kept, Contexts& contexts)
       : layout_(layout), kept_(kept), contexts_(contexts) {}
 
   void unpack(size_t op) override {
@@ -107,8 +107,8 @@ class KeptValues final : public SavedValues {
   Tensor find(const Source& source) const {
     if (source.kind == Source::Kind::None) return {};
     const auto same = [&](const Source& other) { return other.same_tensor(source); };
-    const auto found = std::find_if(layout_.kept.begin(), layout_.kept.end(), same);
-    const Tensor& tensor = kept_[found - layout_.kept.begin()];
+    const auto found = std::find_if(layout_.to_save.begin(), layout_.to_save.end(), same);
+    const Tensor& tensor = kept_[found - layout_.to_save.begin()];
     if (!source.view) return tensor;
     return tensor.as_strided(source.view->sizes, source.view->strides,
                              tensor.storage_offset() + source.view->offset);
@@ -304,7 +304,7 @@ std::vector<Tensor> FlatCall::forward(Arguments arguments, const std::vector<Ten
 std::vector<Tensor> FlatCall::run_back(const Layout& layout, std::vector<Tensor> grads,
                                        const std::vector<Tensor>& kept) const {
   const auto contexts = copy_contexts(*layout.contexts);
-  KeptValues values(layout, kept, *contexts);
+  FlatSavedValues values(layout, kept, *contexts);
   // A step may write into gradients of extra outputs that it was given.
   for (size_t i = 0; i < plan_->basic_ops.size(); ++i) {
     for (size_t j = 0; j < plan_->wiring->outputs[i].size(); ++j) {

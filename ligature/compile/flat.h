@@ -63,7 +63,7 @@ class FlatCall {
   int64_t backward_flops(at::IntArrayRef sizes, const std::vector<bool>& given);
 
  private:
-  struct KeptLayout {
+  struct SavedLayout {
     std::vector<int64_t> sizes;
     std::shared_ptr<const Layout> layout;
   };
@@ -91,8 +91,8 @@ class FlatCall {
   bool closed_ = false;
   int64_t id_ = 0;
   std::mutex mutex_;
-  AmaxReduction reduce_amax_;        // of the last forward, for backward
-  std::vector<KeptLayout> layouts_;  // the newest at the end
+  AmaxReduction reduce_amax_;         // of the last forward, for backward
+  std::vector<SavedLayout> layouts_;  // the newest at the end
 };
 
 /// Gives the fuser a number: the same one every time.

@@ -16,7 +16,7 @@ std::string why_not(const OperationFuser& fuser, const Call& call) {
   const auto& ops = fuser.basic_ops();
   for (size_t i = 0; i < ops.size(); ++i) {
     const std::string name = "[" + ops[i]->label() + "] ";
-    if (ops[i]->is_guest()) {
+    if (ops[i]->is_python_op()) {
       return name + "is written in Python, which TorchScript cannot call";
     }
     for (size_t j = 0; j < ops[i]->num_extra_inputs(); ++j) {

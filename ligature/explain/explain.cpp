@@ -14,7 +14,7 @@ std::vector<ExplainedStep> explain_steps(const std::vector<PlanStep>& steps,
     ExplainedStep& explained = out.emplace_back();
     explained.op = step.op->name();
     explained.fused = step.op->is_fused_op();
-    explained.guest = step.op->is_guest();
+    explained.python = step.op->is_python_op();
     explained.first = step.first;
     explained.count = step.count;
     explained.trace = traced[k];

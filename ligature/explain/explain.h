@@ -44,8 +44,8 @@ struct ExplainedOperation {
 struct ExplainedStep {
   std::string op;
   bool fused = false;
-  bool guest = false;  ///< written in a host language
-  size_t first = 0;    ///< the basic operations it covers
+  bool python = false;  ///< written in Python
+  size_t first = 0;     ///< the basic operations it covers
   size_t count = 0;
   TracedStep trace;
   int64_t saved_bytes() const;

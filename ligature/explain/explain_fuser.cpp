@@ -188,8 +188,8 @@ ExplainedCall OperationFuser::explain_call(Call&& given, const std::optional<Sit
   if (seen == nullptr) {
     seen = std::make_shared<Tracer>(*plan, situation.input.meta.device.type());
     call.observer = seen;
-    call.dry = !plan->has_guests;
-    if (plan->has_guests) {
+    call.dry = !plan->has_python_ops;
+    if (plan->has_python_ops) {
       call.params = parameters;
       call.input = with_memory(situation.input);
       call.extra_inputs.clear();

@@ -61,7 +61,7 @@ void write(JsonWriter& json, const ExplainedOperation& op, size_t index) {
 
 void write(JsonWriter& json, const ExplainedStep& step, bool forward) {
   json.begin_object().key("op").value(step.op).key("fused").value(step.fused);
-  json.key("python").value(step.guest).key("covers").begin_array();
+  json.key("python").value(step.python).key("covers").begin_array();
   for (size_t i = step.first; i < step.first + step.count; ++i) json.value(i);
   json.end_array().key("ran").value(step.trace.ran).key("kernels").begin_array();
   for (const auto& kernel : step.trace.kernels) {

@@ -232,7 +232,7 @@ class PartPicture {
       if (!forward && !runs_backward(part_, step)) continue;
       const double top = rows_[step.first] + kGap / 2;
       const double bottom = rows_[step.first + step.count] - kGap / 2;
-      const char* kind = step.fused ? "lg-fused" : step.guest ? "lg-guest" : "lg-plain";
+      const char* kind = step.fused ? "lg-fused" : step.python ? "lg-guest" : "lg-plain";
       rect(x, top, kSide, bottom - top, std::string("lg-step ") + kind);
       title(step);
       const auto lines = step_lines(step, forward);

@@ -46,7 +46,7 @@ TracedStep Tracer::take_log(const FusibleOperation& op) {
   traced.ran = true;
   traced.kernels = log_->take();
   log_.reset();
-  if (op.is_guest()) traced.kernels = {{op.name(), "python", {}}};
+  if (op.is_python_op()) traced.kernels = {{op.name(), "python", {}}};
   return traced;
 }
 

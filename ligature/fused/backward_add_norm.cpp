@@ -1,6 +1,6 @@
 #include "ligature/fused/backward_add_norm.h"
 
-#include "ligature/fused/pieces.h"
+#include "ligature/fused/common.h"
 #include "ligature/ops/layer_norm.h"
 #include "ligature/ops/make_extra_output.h"
 #include "ligature/ops/rms_norm.h"

@@ -1,6 +1,6 @@
 #include "ligature/fused/backward_linear_activation.h"
 
-#include "ligature/fused/pieces.h"
+#include "ligature/fused/common.h"
 
 namespace ligature {
 

@@ -2,7 +2,7 @@
 
 #include <ATen/ops/add.h>
 
-#include "ligature/fused/pieces.h"
+#include "ligature/fused/common.h"
 #include "ligature/kernels/gemm.h"
 
 namespace ligature {

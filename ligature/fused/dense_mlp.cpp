@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "ligature/fused/pieces.h"
+#include "ligature/fused/common.h"
 #include "ligature/ops/make_extra_output.h"
 #include "ligature/prepare.h"
 
@@ -30,26 +30,26 @@ enum Saved : size_t {
 
 // What a linear's forward keeps, in `kept` of the linear: its weight as it computed with it, and
 // the factor of its input.
-enum KeptByLinear : size_t { kWeight, kScale };
+enum SavedByLinear : size_t { kWeight, kScale };
 
 const Quantizer* input_quantizer(const OpArgs& args) {
   const bool on = args.quantization != nullptr && !args.calibrating;
   return on ? args.quantization->forward_quantizer(0) : nullptr;
 }
 
-Kept keep(const LinearFwdArgs& fwd, const OpArgs& args) {
-  Kept made = BasicLinearImpl::kept(fwd, args);
+ToSave keep(const LinearFwdArgs& fwd, const OpArgs& args) {
+  ToSave made = BasicLinearImpl::to_save(fwd, args);
   const Quantizer* quantizer = input_quantizer(args);
-  Kept kept;
-  kept.tensors = {made.tensors.empty() ? Value() : made.tensors[1],
-                  quantizer != nullptr ? quantizer->delayed_scale() : Tensor()};
-  return kept;
+  ToSave to_save;
+  to_save.tensors = {made.tensors.empty() ? Value() : made.tensors[1],
+                     quantizer != nullptr ? quantizer->delayed_scale() : Tensor()};
+  return to_save;
 }
 
 /// The input of a linear as its forward had it, in the orientation that its weight's gradient
 /// needs.
-struct InputAgain {
-  InputAgain(const OperationContext& ctx, const Tensor& scale) {
+struct RecomputedInput {
+  RecomputedInput(const OperationContext& ctx, const Tensor& scale) {
     if (ctx.quantization == nullptr || ctx.state.as<LinearState>().calibrating) return;
     const BackwardOverride given = ctx.quantization->recipe->backward_override();
     const Quantizer* own = ctx.quantization->forward_quantizer(0);
@@ -120,7 +120,7 @@ FuserForwardResult DenseMLP::fuser_forward_compute(const Value& input, ArgsList 
     } else {
       z = BasicLinearImpl::forward(fwd);
     }
-    result.kept[fc1_.at] = keep(fwd, args[fc1_.at]);
+    result.to_save[fc1_.at] = keep(fwd, args[fc1_.at]);
   }
   norm.y = {};
   if (!a.defined()) {
@@ -131,15 +131,15 @@ FuserForwardResult DenseMLP::fuser_forward_compute(const Value& input, ArgsList 
 
   LinearFwdArgs fwd = linear_args(fc2_, bias2_, a, args);
   a = {};
-  result.kept[fc2_.at] = keep(fwd, args[fc2_.at]);
+  result.to_save[fc2_.at] = keep(fwd, args[fc2_.at]);
   if (has_residual()) {
     result.output = linear_forward_add(std::move(fwd), *join_.op, residual);
     result.extra_outputs[fork_].push_back(std::move(residual));
   } else {
     result.output = BasicLinearImpl::forward(fwd);
   }
-  result.kept[norm_.at].tensors = {std::move(norm.mean), std::move(norm.rstd)};
-  if (keep_z) result.kept[activation_.at].tensors.emplace_back(std::move(z));
+  result.to_save[norm_.at].tensors = {std::move(norm.mean), std::move(norm.rstd)};
+  if (keep_z) result.to_save[activation_.at].tensors.emplace_back(std::move(z));
   return result;
 }
 
@@ -160,32 +160,32 @@ void DenseMLP::fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserFor
                                    forks_before_norm() ? input.dtype() : norm_dtype);
   }
   if (!needs(fc2_.at).op) return;
-  Kept none;
+  ToSave none;
   fc1_->save_ctx(*ctxs[fc1_.at], {}, norm_dtype, none, args[fc1_.at]);
   ctxs[fc1_.at]->save_for_backward({});
   fc2_->save_ctx(*ctxs[fc2_.at], {}, dtype1, none, args[fc2_.at]);
 
   std::vector<Value> saved(kNumSaved);
   const at::ArrayRef<Tensor> norm_params = args[norm_.at].params;
-  const bool norm_again = needs(fc1_.at).param(0);
-  if (norm_again || needs(norm_.at).input || needs(norm_.at).param(0)) {
+  const bool recompute_norm = needs(fc1_.at).param(0);
+  if (recompute_norm || needs(norm_.at).input || needs(norm_.at).param(0)) {
     saved[kX] = input;
-    saved[kMean] = result.kept[norm_.at].tensors[0];
-    saved[kRstd] = result.kept[norm_.at].tensors[1];
+    saved[kMean] = result.to_save[norm_.at].tensors[0];
+    saved[kRstd] = result.to_save[norm_.at].tensors[1];
   }
-  if (norm_again || needs(norm_.at).op) saved[kNormWeight] = norm_params[0];
-  if (norm_again && norm_params.size() > 1) saved[kNormBias] = norm_params[1];
+  if (recompute_norm || needs(norm_.at).op) saved[kNormWeight] = norm_params[0];
+  if (recompute_norm && norm_params.size() > 1) saved[kNormBias] = norm_params[1];
   const auto weight = [&](const Part<BasicLinearImpl>& linear) -> Value {
-    const Value& kept = result.kept[linear.at].tensors[kWeight];
-    return kept.defined() ? kept : Value(args[linear.at].params[0]);
+    const Value& to_save = result.to_save[linear.at].tensors[kWeight];
+    return to_save.defined() ? to_save : Value(args[linear.at].params[0]);
   };
   if (needs(fc1_.at).input) saved[kW1] = weight(fc1_);
-  if (norm_again) saved[kScale1] = result.kept[fc1_.at].tensors[kScale];
-  if (!result.kept[activation_.at].tensors.empty()) {
-    saved[kZ] = result.kept[activation_.at].tensors[0];
+  if (recompute_norm) saved[kScale1] = result.to_save[fc1_.at].tensors[kScale];
+  if (!result.to_save[activation_.at].tensors.empty()) {
+    saved[kZ] = result.to_save[activation_.at].tensors[0];
   }
   if (needs(fc2_.at).input) saved[kW2] = weight(fc2_);
-  if (needs(fc2_.at).param(0)) saved[kScale2] = result.kept[fc2_.at].tensors[kScale];
+  if (needs(fc2_.at).param(0)) saved[kScale2] = result.to_save[fc2_.at].tensors[kScale];
   ctxs[fc2_.at]->save_for_backward(std::move(saved));
 }
 
@@ -195,8 +195,9 @@ Target DenseMLP::grad_target(const OperationContext& ctx) const {
   const Quantizer* quantizer = on ? ctx.quantization->backward_quantizer(0) : nullptr;
   if (quantizer == nullptr) return {};
   Usage usage = fc1_->grad_output_usage(ctx.requires_grad);
-  const bool can_be_turned = quantizer->is_native() && quantizer->format_tag().orientations_agree();
-  if (can_be_turned && usage.rowwise) usage.columnwise = false;
+  const bool can_be_transposed =
+      quantizer->is_native() && quantizer->format_tag().orientations_agree();
+  if (can_be_transposed && usage.rowwise) usage.columnwise = false;
   return {quantizer, usage};
 }
 
@@ -229,7 +230,7 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
   Tensor dh;
   {
     const OperationContext& ctx = *ctxs[fc1_.at];
-    const InputAgain again(ctx, saved.saved_tensor(kScale1));
+    const RecomputedInput again(ctx, saved.saved_tensor(kScale1));
     Value h;
     if (needs(fc1_.at).param(0)) {
       const LinearState state = ctx.state.as<LinearState>();
@@ -271,7 +272,7 @@ Value DenseMLP::linear2_and_activation_backward(CtxList ctxs, const Value& dy,
   const bool need_dbias = bias1_ && ctxs[bias1_.at]->requires_grad.param(0);
   const kernels::ActivationSpec spec = saved_spec(*ctxs[activation_.at], activation_->spec());
   const Target dz_target = grad_target(*ctxs[fc1_.at]);
-  const InputAgain again(ctx, ctx.saved_tensor(kScale2));
+  const RecomputedInput again(ctx, ctx.saved_tensor(kScale2));
   const bool one_pass = need_dw && needs_activation.op && !again.quantizer && !dz_target;
   Value a;
   if (need_dw && !one_pass) {

@@ -1,6 +1,6 @@
 #include "ligature/fused/forward_bias_activation.h"
 
-#include "ligature/fused/pieces.h"
+#include "ligature/fused/common.h"
 #include "ligature/kernels/bias.h"
 #include "ligature/kernels/bias_activation.h"
 #include "ligature/prepare.h"
@@ -30,8 +30,8 @@ FuserForwardResult ForwardBiasActivation::fuser_forward_compute(const Value& inp
     result.output = std::move(both.y);
   }
   if (!need_z) return result;
-  result.kept[1] = activation_.kept(z, args[1]);
-  if (result.kept[1].tensors.empty()) result.kept[1].tensors.emplace_back(std::move(z));
+  result.to_save[1] = activation_.to_save(z, args[1]);
+  if (result.to_save[1].tensors.empty()) result.to_save[1].tensors.emplace_back(std::move(z));
   return result;
 }
 
@@ -39,7 +39,7 @@ void ForwardBiasActivation::fuser_forward_save_ctx(CtxList ctxs, const Value&,
                                                    FuserForwardResult& result, ArgsList args) {
   save_basic_op(bias_, *ctxs[0], {}, {}, args[0]);
   if (!args[1].requires_grad.op) return;
-  save_basic_op(activation_, *ctxs[1], result.kept[1].tensors[0], {}, args[1]);
+  save_basic_op(activation_, *ctxs[1], result.to_save[1].tensors[0], {}, args[1]);
 }
 
 FusionRule forward_bias_activation_rule() {

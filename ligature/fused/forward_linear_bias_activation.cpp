@@ -1,6 +1,6 @@
 #include "ligature/fused/forward_linear_bias_activation.h"
 
-#include "ligature/fused/pieces.h"
+#include "ligature/fused/common.h"
 
 namespace ligature {
 
@@ -14,7 +14,7 @@ FuserForwardResult ForwardLinearBiasActivation::fuser_forward_compute(const Valu
                                                                       ArgsList args) {
   const LinearFwdArgs fwd = linear_bias_args(linear_, bias_, input, args[0], &args[1]);
   FuserForwardResult result = fused_forward_result({}, num_basic_ops());
-  result.kept[0] = BasicLinearImpl::kept(fwd, args[0]);
+  result.to_save[0] = BasicLinearImpl::to_save(fwd, args[0]);
   if (activation_ == nullptr) {
     result.output = BasicLinearImpl::forward(fwd);
     return result;
@@ -34,8 +34,9 @@ FuserForwardResult ForwardLinearBiasActivation::fuser_forward_compute(const Valu
                         : Value(kernels::activation_forward_(z, spec));
   }
   if (keep_z) {
-    result.kept.back() = activation_->kept(z, args.back());
-    if (result.kept.back().tensors.empty()) result.kept.back().tensors.emplace_back(std::move(z));
+    result.to_save.back() = activation_->to_save(z, args.back());
+    if (result.to_save.back().tensors.empty())
+      result.to_save.back().tensors.emplace_back(std::move(z));
   }
   return result;
 }
@@ -43,10 +44,10 @@ FuserForwardResult ForwardLinearBiasActivation::fuser_forward_compute(const Valu
 void ForwardLinearBiasActivation::fuser_forward_save_ctx(CtxList ctxs, const Value& input,
                                                          FuserForwardResult& result,
                                                          ArgsList args) {
-  save_basic_op(linear_, *ctxs[0], input, std::move(result.kept[0]), args[0]);
+  save_basic_op(linear_, *ctxs[0], input, std::move(result.to_save[0]), args[0]);
   if (bias_ != nullptr) save_basic_op(*bias_, *ctxs[1], {}, {}, args[1]);
   if (activation_ == nullptr) return;
-  save_basic_op(*activation_, *ctxs.back(), result.kept.back().tensors[0], {}, args.back());
+  save_basic_op(*activation_, *ctxs.back(), result.to_save.back().tensors[0], {}, args.back());
 }
 
 namespace {

@@ -169,17 +169,17 @@ void BackwardRun::prepare(const PlanStep& step) {
     if (!plan_.filled_by_user.empty()) check_usable(contexts_[op]);
     call_.saved.unpack(op);
     ctxs_.push_back(&contexts_[op]);
-    if (step.kind.guest) continue;
+    if (step.kind.python) continue;
     read_saved(contexts_[op], *plan_.basic_ops[op]);
     read_extra_gradients(grad_extra_outputs_[op], *plan_.basic_ops[op]);
   }
-  if (step.kind.guest) fill_in_zeros(step);
+  if (step.kind.python) fill_in_zeros(step);
 }
 
 Value BackwardRun::run_step(size_t index, Value dy) {
   const PlanStep& step = plan_.backward[index];
   prepare(step);
-  if (!step.kind.guest && from_outside_) {
+  if (!step.kind.python && from_outside_) {
     dy = read_gradient(dy, *plan_.basic_ops[step.first + step.count - 1]);
   }
   from_outside_ = !step.kind.ours;
@@ -189,7 +189,7 @@ Value BackwardRun::run_step(size_t index, Value dy) {
   for (const auto& grads : extras) {
     for (const Tensor& grad : grads) kernels::Run::hold(grad);
   }
-  contexts_.holder = step.op->releases_saved() && !step.kind.guest ? &call_.saved : nullptr;
+  contexts_.holder = step.op->releases_saved() && !step.kind.python ? &call_.saved : nullptr;
   const kernels::KernelLog* log =
       call_.observer != nullptr ? call_.observer->before_backward(index, dy, extras) : nullptr;
   ObservedStep observed(call_.observer);
@@ -211,7 +211,7 @@ void BackwardRun::take_gradients(const PlanStep& step, FuserBackwardResult& resu
       step.op->label(), "] its backward must return gradients for each of ", step.count,
       " basic operations, got ", result.grad_params.size(), " lists for parameters and ",
       result.grad_extra_inputs.size(), " for extra inputs");
-  const bool may_omit = !step.kind.guest;
+  const bool may_omit = !step.kind.python;
   for (size_t k = 0; k < step.count; ++k) {
     const size_t op = step.first + k;
     const size_t first_param = call_.param_offsets[op];

@@ -1,6 +1,6 @@
 // The dispatch state of a step. A built-in operation runs below autograd and autocast: it is itself
-// the derivative and has chosen its dtype. A guest runs with the caller's state, without gradients.
-// What is not ours finds everything before it launched, and has buffers of its own.
+// the derivative and has chosen its dtype. A Python op runs with the caller's state, without
+// gradients. What is not ours finds everything before it launched, and has buffers of its own.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -38,7 +38,7 @@ class StepScope {
   explicit StepScope(const FusibleOperation& op) : StepScope(StepKind(op)) {}
   explicit StepScope(const StepKind& kind) {
     if (!kind.ours) outside_.emplace();
-    if (kind.guest) return;
+    if (kind.python) return;
     below_.emplace(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                    c10::autocast_dispatch_keyset);
   }

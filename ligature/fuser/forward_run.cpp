@@ -88,7 +88,7 @@ Value ForwardRun::run(SmallBytes* bytes) {
 
 /// What operations of a host language are given, they look at for themselves.
 Value ForwardRun::read_input(size_t step, Value x) const {
-  const bool reads = !plan_.forward[step].kind.guest;
+  const bool reads = !plan_.forward[step].kind.python;
   if (!reads || (!x.is_quantized() && is_readable(x.tensor()))) return x;
   return readable(
       x, [&] { return "[" + plan_.basic_ops[plan_.forward[step].first]->label() + "] input"; });
@@ -96,7 +96,7 @@ Value ForwardRun::read_input(size_t step, Value x) const {
 
 void ForwardRun::read_arguments() {
   for (const PlanStep& step : plan_.forward) {
-    if (step.kind.guest) continue;
+    if (step.kind.python) continue;
     for (size_t i = step.first; i < step.first + step.count; ++i) {
       read_parameters(i);
       for (size_t j = 0; plan_.has_extras && j < plan_.wiring->inputs[i].size(); ++j) {
@@ -147,9 +147,9 @@ Tensor ForwardRun::read_extra_input(size_t op, size_t slot, const Tensor& extra)
 void ForwardRun::check_kwargs() const {
   for (size_t i = 0; i < call_.kwargs.size(); ++i) {
     for (const auto& name : call_.kwargs[i].names) {
-      LIGATURE_CHECK_TYPE(plan_.basic_ops[i]->is_guest() || plan_.basic_ops[i]->accepts_kwarg(name),
-                          "[", plan_.basic_ops[i]->label(), "] takes no keyword argument '", name,
-                          "'");
+      LIGATURE_CHECK_TYPE(
+          plan_.basic_ops[i]->is_python_op() || plan_.basic_ops[i]->accepts_kwarg(name), "[",
+          plan_.basic_ops[i]->label(), "] takes no keyword argument '", name, "'");
     }
   }
 }
@@ -200,7 +200,7 @@ void ForwardRun::take_extra_inputs(const PlanStep& step) {
       }
       const Tensor& extra =
           of_caller ? call_.extra_inputs[slot.caller] : extra_outputs_[slot.producer][slot.output];
-      extra_inputs_[i].push_back(step.kind.guest ? extra : read_extra_input(i, j, extra));
+      extra_inputs_[i].push_back(step.kind.python ? extra : read_extra_input(i, j, extra));
     }
     args_[i].extra_inputs = extra_inputs_[i];
   }

@@ -9,7 +9,7 @@
 #include "ligature/base/modes.h"
 #include "ligature/fuser/builtin_scope.h"
 #include "ligature/fuser/live_fusers.h"
-#include "ligature/fuser/precision.h"
+#include "ligature/fuser/only_where_faster.h"
 #include "ligature/fuser/strict.h"
 #include "ligature/readable.h"
 
@@ -57,7 +57,7 @@ bool is_dense(const Tensor& t) {
 void OperationFuser::check_layouts(const Call& call) const {
   for (size_t op = 0; op < basic_ops_.size(); ++op) {
     const BasicOperation& basic = *basic_ops_[op];
-    if (basic.is_guest()) continue;
+    if (basic.is_python_op()) continue;
     const auto check = [&](const Tensor& t, c10::function_ref<std::string()> what) {
       if (!is_dense(t)) readable(t, [&] { return "[" + basic.label() + "] " + what(); });
     };
@@ -202,7 +202,7 @@ std::vector<Tensor> OperationFuser::run(Call&& call) {
   const std::shared_ptr<const Plan> plan = plan_for(key_for(call, grads), true, call.planner);
   if (StrictScope::active()) StrictScope::check(*plan);
   call.autocast_dtype = autocast_dtype(call.input.device());
-  if (plan->has_guests) {
+  if (plan->has_python_ops) {
     call.observer = observer_of_calls(*plan, call.input.device().type());
   }
   remember(call, plan, grads, why_high_precision);

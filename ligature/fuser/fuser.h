@@ -118,7 +118,7 @@ class OperationFuser : public std::enable_shared_from_this<OperationFuser> {
     bool calibrating = false;
     bool operator==(const PlanKey& other) const;
   };
-  struct KeptPlan {
+  struct CachedPlan {
     PlanKey key;
     std::shared_ptr<const Plan> plan;
     bool checked = false;  // for what is strictly wanted
@@ -131,7 +131,7 @@ class OperationFuser : public std::enable_shared_from_this<OperationFuser> {
   }
   /// `to_run`: it must hold what is strictly wanted, and becomes the last plan.
   std::shared_ptr<const Plan> plan_for(const PlanKey& key, bool to_run, const Bound* planner);
-  KeptPlan& find_plan(const PlanKey& key, const Bound* planner);
+  CachedPlan& find_plan(const PlanKey& key, const Bound* planner);
   std::shared_ptr<const Plan> drop_plan(size_t index);
   bool trace_last_call();
   void check_call(const Call& call) const;
@@ -149,7 +149,7 @@ class OperationFuser : public std::enable_shared_from_this<OperationFuser> {
   std::shared_ptr<const Wiring> wiring_;
   FuserOptions options_;
   mutable std::recursive_mutex mutex_;  // a fusion may look at the fuser that is being planned
-  std::vector<KeptPlan> plans_;         // the last used one at the end
+  std::vector<CachedPlan> plans_;       // the last used one at the end
   std::atomic<uint64_t> dropped_plans_{0};
   std::shared_ptr<const Plan> last_plan_;
   std::optional<Situation> last_situation_;

@@ -28,15 +28,15 @@ bool is_users(const PlanStep& step) { return !step.kind.ours && step.op->is_fuse
 class GoneOperation final : public FusedOperation {
  public:
   explicit GoneOperation(FusibleOperation& op)
-      : FusedOperation(op.name(), parts(op)), guest_(op.is_guest()) {}
-  bool is_guest() const override { return guest_; }
+      : FusedOperation(op.name(), parts(op)), is_python_op_(op.is_python_op()) {}
+  bool is_python_op() const override { return is_python_op_; }
 
  private:
   static OpList parts(FusibleOperation& op) {
     const auto basic = op.basic_ops();
     return {basic.begin(), basic.end()};
   }
-  bool guest_;
+  bool is_python_op_;
 };
 
 }  // namespace
@@ -103,8 +103,8 @@ void OperationFuser::drop_stale_plans(std::vector<std::shared_ptr<const Plan>>& 
   last_plan_ = std::move(explained);
 }
 
-OperationFuser::KeptPlan& OperationFuser::find_plan(const PlanKey& key, const Bound* planner) {
-  const auto is_wanted = [&](const KeptPlan& kept) { return kept.key == key; };
+OperationFuser::CachedPlan& OperationFuser::find_plan(const PlanKey& key, const Bound* planner) {
+  const auto is_wanted = [&](const CachedPlan& kept) { return kept.key == key; };
   if (!plans_.empty() && is_wanted(plans_.back())) return plans_.back();
   const auto found = std::find_if(plans_.begin(), plans_.end(), is_wanted);
   if (found != plans_.end()) {
@@ -124,13 +124,13 @@ OperationFuser::KeptPlan& OperationFuser::find_plan(const PlanKey& key, const Bo
     if (plans_[i].key.registry != key.registry) drop_plan(i);
   }
   if (plans_.size() == kMostPlans) drop_plan(0);
-  return plans_.emplace_back(KeptPlan{key, std::move(plan), false});
+  return plans_.emplace_back(CachedPlan{key, std::move(plan), false});
 }
 
 std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key, bool to_run,
                                                      const Bound* planner) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  KeptPlan* found = &find_plan(key, planner);
+  CachedPlan* found = &find_plan(key, planner);
   if (!to_run) return found->plan;
   // What runs again follows the recipe that its first run followed.
   if (key.recipe != nullptr && !is_recomputing() &&
@@ -156,7 +156,7 @@ std::shared_ptr<const Plan> OperationFuser::plan_for(const PlanKey& key, bool to
 std::vector<std::shared_ptr<const Plan>> OperationFuser::plans() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   std::vector<std::shared_ptr<const Plan>> out;
-  for (const KeptPlan& kept : plans_) out.push_back(kept.plan);
+  for (const CachedPlan& kept : plans_) out.push_back(kept.plan);
   if (last_plan_ != nullptr) out.push_back(last_plan_);
   if (last_situation_ && last_situation_->plan != nullptr) out.push_back(last_situation_->plan);
   return out;

@@ -128,7 +128,7 @@ void FuserNode::check_unpacked(size_t op, size_t slot, size_t part, Saved& saved
            (is_part ? ", part " + std::to_string(part) : std::string()) +
            ": what saved-tensor hooks give back";
   };
-  if (!is_readable(t) && !plan_->basic_ops[op]->is_guest()) t = readable(t, name);
+  if (!is_readable(t) && !plan_->basic_ops[op]->is_python_op()) t = readable(t, name);
   const bool strided = t.layout() == at::kStrided && !t.is_nested();
   const bool same = strided && t.scalar_type() == packed.meta.dtype &&
                     t.device() == packed.meta.device && t.sizes() == packed.meta.sizes;

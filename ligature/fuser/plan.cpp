@@ -5,7 +5,7 @@
 namespace ligature {
 
 StepKind::StepKind(const FusibleOperation& op)
-    : guest(op.is_guest()), ours(!guest && op.is_builtin()) {}
+    : python(op.is_python_op()), ours(!python && op.is_builtin()) {}
 
 namespace {
 
@@ -105,7 +105,7 @@ void finish_plan(Plan& plan) {
   check_channels(plan.backward, plan);
   for (const auto* steps : {&plan.forward, &plan.backward}) {
     for (const PlanStep& step : *steps) {
-      plan.has_guests |= step.kind.guest;
+      plan.has_python_ops |= step.kind.python;
       plan.ours &= step.kind.ours;
     }
   }
@@ -115,7 +115,7 @@ void finish_plan(Plan& plan) {
     plan.filled_by_user.resize(plan.basic_ops.size());
     for (size_t i = step.first; i < step.first + step.count; ++i) {
       const PlanStep& reader = step_of(plan.backward, i);
-      plan.filled_by_user[i] = reader.op != step.op && !reader.kind.guest;
+      plan.filled_by_user[i] = reader.op != step.op && !reader.kind.python;
     }
   }
 }

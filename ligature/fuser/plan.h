@@ -18,7 +18,7 @@ using GradFlagList = c10::SmallVector<GradFlags, 6>;
 
 /// What running a step depends on besides its operation, looked up once.
 struct StepKind {
-  bool guest = false;
+  bool python = false;
   bool ours = false;  ///< all its kernels are Ligature's own or ATen's; a user's may launch others
 
   StepKind() = default;
@@ -53,9 +53,9 @@ struct Plan {
     std::vector<Consideration> considered;
   };
   std::vector<PassReport> reports;
-  bool has_guests = false;  ///< an operation of a host language takes part
-  bool ours = true;         ///< no step is a user's
-  bool has_extras = false;  ///< there are extra inputs or outputs, the caller's or on channels
+  bool has_python_ops = false;  ///< an operation of a host language takes part
+  bool ours = true;             ///< no step is a user's
+  bool has_extras = false;      ///< there are extra inputs or outputs, the caller's or on channels
   /// By basic operation: does a user's fusion fill its context, and another backward read it?
   /// Empty: for none.
   std::vector<bool> filled_by_user;

@@ -20,7 +20,7 @@ using at::Tensor;
 
 struct KernelCall {
   std::string name;
-  std::string backend;  ///< "cpu", "cuda", "aten", or "python" for a guest
+  std::string backend;  ///< "cpu", "cuda", "aten", or "python" for a Python op
   /// The ATen calls of a kernel that is made of them on every device. What the backend aten does in
   /// place of another is not known before it is done, and so not told.
   std::vector<std::string> calls;

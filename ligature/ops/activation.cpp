@@ -38,7 +38,7 @@ void each_option(kernels::ActivationSpec& spec, F&& f) {
   }
 }
 
-/// Kept from forward to backward.
+/// Saved from forward to backward.
 struct ActivationState {
   std::optional<kernels::ActivationSpec> spec;
   std::optional<at::ScalarType> dtype;
@@ -135,22 +135,22 @@ ActivationGrads activation_backward_to(const Tensor& dy, const Tensor& x,
 
 OpForwardResult ActivationOperation::op_forward_compute(const Value& input, const OpArgs& args) {
   const Tensor x = prepare(input, compute_dtype(input, args));
-  return {activation_forward_to(x, spec(), {}, args.output_target()), kept(input, args)};
+  return {activation_forward_to(x, spec(), {}, args.output_target()), to_save(input, args)};
 }
 
-Kept quantized_input(const BasicOperation& op, const Value& x, const OpArgs& args) {
+ToSave quantized_input(const BasicOperation& op, const Value& x, const OpArgs& args) {
   if (!args.requires_grad.op || x.is_quantized()) return {};
   static const auto quantizer = std::make_shared<Quantizer>(Format{});  // E4M3, current scaling
   LIGATURE_CHECK_TYPE(x.dtype() != at::kDouble, "[", op.label(),
                       "] cache_quantized_input takes float32, bfloat16 or float16, got float64");
-  Kept kept;
-  kept.tensors.emplace_back(quantizer->quantize(prepare(x), {true, false}));
-  return kept;
+  ToSave to_save;
+  to_save.tensors.emplace_back(quantizer->quantize(prepare(x), {true, false}));
+  return to_save;
 }
 
-void ActivationOperation::op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
-                                              const OpArgs& args) {
-  ctx.save_for_backward({kept.tensors.empty() ? input : kept.tensors[0]});
+void ActivationOperation::op_forward_save_ctx(OperationContext& ctx, const Value& input,
+                                              ToSave& to_save, const OpArgs& args) {
+  ctx.save_for_backward({to_save.tensors.empty() ? input : to_save.tensors[0]});
   save_spec(ctx, spec());
   if (args.autocast_dtype) save_dtype(ctx, compute_dtype(input, args));
 }

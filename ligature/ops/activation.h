@@ -16,7 +16,7 @@ struct ActivationGrads {
 };
 
 /// The input of an activation in FP8, to be kept for backward.
-Kept quantized_input(const BasicOperation& op, const Value& x, const OpArgs& args);
+ToSave quantized_input(const BasicOperation& op, const Value& x, const OpArgs& args);
 
 /// The trait by which fusions know an activation.
 class ActivationOperation : public BasicOperation {
@@ -29,7 +29,7 @@ class ActivationOperation : public BasicOperation {
   virtual bool caches_quantized_input() const { return false; }
 
   OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
-  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave& to_save,
                            const OpArgs& args) override;
   OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
   std::string complete_context(OperationContext& ctx, const OpArgs& args) const override;
@@ -41,8 +41,8 @@ class ActivationOperation : public BasicOperation {
     return under_autocast(input.dtype(), args.autocast_dtype);
   }
   /// What to keep instead of the input x: nothing, or x in FP8.
-  Kept kept(const Value& x, const OpArgs& args) const {
-    return caches_quantized_input() ? quantized_input(*this, x, args) : Kept();
+  ToSave to_save(const Value& x, const OpArgs& args) const {
+    return caches_quantized_input() ? quantized_input(*this, x, args) : ToSave();
   }
   /// `dbias`: the gradient of a bias added to the input. `target`: the format of dx.
   ActivationGrads backward(OperationContext& ctx, const Value& grad_output, bool need_dbias,

@@ -45,7 +45,7 @@ FuserForwardResult AddExtraInputImpl::fuser_forward_compute(const Value& input, 
   FuserForwardResult out;
   out.output = forward(input.dequantized(), args[0].extra_inputs[0]);
   out.extra_outputs.resize(1);
-  out.kept.resize(1);
+  out.to_save.resize(1);
   return out;
 }
 

@@ -20,7 +20,7 @@ struct AddExtraInputOptions {
   }
 };
 
-/// Kept from forward to backward.
+/// Saved from forward to backward.
 struct AddExtraInputState {
   std::optional<at::ScalarType> input_dtype;
   std::optional<at::ScalarType> extra_dtype;

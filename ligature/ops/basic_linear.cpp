@@ -186,13 +186,13 @@ Tensor BasicLinearImpl::forward(const LinearFwdArgs& args) {
 // A product over the batch reads the input's column-wise data, one over the outputs the weight's:
 // the other orientation is not kept. A recipe that overrides backward wants the operands of
 // forward, which are row-wise, or none.
-Kept BasicLinearImpl::kept(const LinearFwdArgs& fwd, const OpArgs& args) {
-  Kept kept;
-  if (!fwd.x.is_quantized() && !fwd.w.is_quantized()) return kept;
+ToSave BasicLinearImpl::to_save(const LinearFwdArgs& fwd, const OpArgs& args) {
+  ToSave to_save;
+  if (!fwd.x.is_quantized() && !fwd.w.is_quantized()) return to_save;
   const BackwardOverride given = args.quantization != nullptr
                                      ? args.quantization->recipe->backward_override()
                                      : BackwardOverride::None;
-  if (given == BackwardOverride::HighPrecision) return kept;
+  if (given == BackwardOverride::HighPrecision) return to_save;
   const bool rows = given == BackwardOverride::Dequantized;
   const auto narrowed = [&](const Value& v) -> Value {
     if (!v.is_quantized()) return v;
@@ -200,28 +200,29 @@ Kept BasicLinearImpl::kept(const LinearFwdArgs& fwd, const OpArgs& args) {
     if (!(rows ? q.rowwise() : q.columnwise()).defined()) return v;
     return q.only(rows, !rows);
   };
-  kept.tensors = {args.requires_grad.param(0) && fwd.x.is_quantized() ? narrowed(fwd.x) : Value(),
-                  args.requires_grad.input && fwd.w.is_quantized() ? narrowed(fwd.w) : Value()};
-  return kept;
+  to_save.tensors = {
+      args.requires_grad.param(0) && fwd.x.is_quantized() ? narrowed(fwd.x) : Value(),
+      args.requires_grad.input && fwd.w.is_quantized() ? narrowed(fwd.w) : Value()};
+  return to_save;
 }
 
 OpForwardResult BasicLinearImpl::op_forward_compute(const Value& input, const OpArgs& args) {
   const LinearFwdArgs fwd = forward_args(input, args);
-  return {forward(fwd), kept(fwd, args)};
+  return {forward(fwd), to_save(fwd, args)};
 }
 
 // The input and the weight are saved as they came in, so that nothing is held twice; a cast is made
 // again in backward.
-void BasicLinearImpl::op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
-                                          const OpArgs& args) {
-  save_ctx(ctx, args.requires_grad.param(0) ? input : Value(), input.dtype(), kept, args);
+void BasicLinearImpl::op_forward_save_ctx(OperationContext& ctx, const Value& input,
+                                          ToSave& to_save, const OpArgs& args) {
+  save_ctx(ctx, args.requires_grad.param(0) ? input : Value(), input.dtype(), to_save, args);
 }
 
 void BasicLinearImpl::save_ctx(OperationContext& ctx, const Value& x, at::ScalarType input_dtype,
-                               Kept& kept, const OpArgs& args) const {
+                               ToSave& to_save, const OpArgs& args) const {
   const GradFlags& needs = args.requires_grad;
   const auto quantized = [&](size_t i) -> Value {
-    return i < kept.tensors.size() ? std::move(kept.tensors[i]) : Value();
+    return i < to_save.tensors.size() ? std::move(to_save.tensors[i]) : Value();
   };
   Value saved_x = quantized(0);
   Value saved_w = quantized(1);

@@ -81,7 +81,7 @@ struct BasicLinearOptions : ParameterOptions {
   }
 };
 
-/// Kept from forward to backward.
+/// Saved from forward to backward.
 struct LinearState {
   std::optional<at::ScalarType> dtype;  ///< that it computes in
   std::optional<at::ScalarType> input_dtype;
@@ -106,7 +106,7 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
       : BasicLinearImpl(Options(in_features, out_features)) {}
 
   OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
-  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave& to_save,
                            const OpArgs& args) override;
   OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
   std::string complete_context(OperationContext& ctx, const OpArgs& args) const override;
@@ -129,10 +129,10 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
   LinearFwdArgs forward_args(const Value& input, const OpArgs& args) const;
   static Tensor forward(const LinearFwdArgs& args);
   /// What forward made and backward needs: quantized operands, where there are some.
-  static Kept kept(const LinearFwdArgs& fwd, const OpArgs& args);
+  static ToSave to_save(const LinearFwdArgs& fwd, const OpArgs& args);
   /// Saves `x` for the weight's gradient; an undefined one is to be made again in backward. Where
   /// `kept` has quantized operands, it saves those.
-  void save_ctx(OperationContext& ctx, const Value& x, at::ScalarType input_dtype, Kept& kept,
+  void save_ctx(OperationContext& ctx, const Value& x, at::ScalarType input_dtype, ToSave& to_save,
                 const OpArgs& args) const;
   /// Takes the saved input.
   LinearBwdArgs backward_args(OperationContext& ctx, const Value& grad_output) const;

@@ -57,7 +57,8 @@ Tensor BiasImpl::cast_grad(const OperationContext& ctx, const Tensor& db) const 
   return cast(db, ctx.state.as<BiasState>().bias_dtype.value_or(db.scalar_type()));
 }
 
-void BiasImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, Kept&, const OpArgs& args) {
+void BiasImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, ToSave&,
+                                   const OpArgs& args) {
   save_dtypes(ctx, args);
 }
 

@@ -18,7 +18,7 @@ struct BiasOptions : ParameterOptions {
   }
 };
 
-/// Kept from forward to backward.
+/// Saved from forward to backward.
 struct BiasState {
   std::optional<at::ScalarType> bias_dtype;
   bool no_bias = false;
@@ -38,7 +38,7 @@ class BiasImpl : public Operation<BiasImpl> {
   explicit BiasImpl(int64_t size) : BiasImpl(Options(size)) {}
 
   OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
-  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave& to_save,
                            const OpArgs& args) override;
   OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
   std::string complete_context(OperationContext& ctx, const OpArgs& args) const override;

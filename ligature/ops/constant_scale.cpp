@@ -27,7 +27,7 @@ OpForwardResult ConstantScaleImpl::op_forward_compute(const Value& input, const 
   return {at::mul(input.dequantized(), options.scale), {}};
 }
 
-void ConstantScaleImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, Kept&,
+void ConstantScaleImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, ToSave&,
                                             const OpArgs&) {
   ctx.state.as<ConstantScaleState>().scale = options.scale;
 }

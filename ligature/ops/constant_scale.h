@@ -18,7 +18,7 @@ struct ConstantScaleOptions {
   }
 };
 
-/// Kept from forward to backward.
+/// Saved from forward to backward.
 struct ConstantScaleState {
   std::optional<double> scale;
 
@@ -40,7 +40,7 @@ class ConstantScaleImpl : public Operation<ConstantScaleImpl> {
   explicit ConstantScaleImpl(double scale) : ConstantScaleImpl(Options(scale)) {}
 
   OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
-  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave& to_save,
                            const OpArgs& args) override;
   OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
   std::string complete_context(OperationContext& ctx, const OpArgs& args) const override;

@@ -33,14 +33,14 @@ OpForwardResult DropoutImpl::op_forward_compute(const Value& input, const OpArgs
   kernels::DropoutForward result = kernels::dropout_forward(prepare(input), options.p);
   OpForwardResult out;
   out.output = std::move(result.y);
-  out.kept.tensors.emplace_back(std::move(result.mask));
+  out.to_save.tensors.emplace_back(std::move(result.mask));
   return out;
 }
 
-void DropoutImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, Kept& kept,
+void DropoutImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, ToSave& to_save,
                                       const OpArgs&) {
-  if (!kept.tensors.empty()) ctx.state.as<DropoutState>().p = options.p;
-  ctx.save_for_backward(std::move(kept.tensors));
+  if (!to_save.tensors.empty()) ctx.state.as<DropoutState>().p = options.p;
+  ctx.save_for_backward(std::move(to_save.tensors));
 }
 
 OpBackwardResult DropoutImpl::op_backward(OperationContext& ctx, const Value& grad_output) {

@@ -18,7 +18,7 @@ struct DropoutOptions {
   }
 };
 
-/// Kept from forward to backward.
+/// Saved from forward to backward.
 struct DropoutState {
   std::optional<double> p;
 
@@ -41,7 +41,7 @@ class DropoutImpl : public Operation<DropoutImpl> {
 
   bool uses_training() const override { return true; }
   OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
-  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave& to_save,
                            const OpArgs& args) override;
   OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
   std::string complete_context(OperationContext& ctx, const OpArgs& args) const override;

@@ -14,7 +14,7 @@ OpForwardResult IdentityImpl::op_forward_compute(const Value& input, const OpArg
   return {input, {}};
 }
 
-void IdentityImpl::op_forward_save_ctx(OperationContext&, const Value&, Kept&, const OpArgs&) {}
+void IdentityImpl::op_forward_save_ctx(OperationContext&, const Value&, ToSave&, const OpArgs&) {}
 
 OpBackwardResult IdentityImpl::op_backward(OperationContext&, const Value& grad_output) {
   return {grad_output, {}};

@@ -22,7 +22,7 @@ class IdentityImpl : public Operation<IdentityImpl> {
   explicit IdentityImpl(Options given = {}) : Operation("Identity"), options(given) {}
 
   OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
-  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave& to_save,
                            const OpArgs& args) override;
   OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
   std::optional<InferResult> infer(const InferArgs& args) const override;

@@ -36,13 +36,13 @@ OpForwardResult L2NormalizationImpl::op_forward_compute(const Value& input, cons
   kernels::L2Forward result = kernels::l2_normalization_forward(prepare(input), options.eps);
   OpForwardResult out;
   out.output = std::move(result.y);
-  out.kept.tensors.emplace_back(std::move(result.rstd));
+  out.to_save.tensors.emplace_back(std::move(result.rstd));
   return out;
 }
 
-void L2NormalizationImpl::op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
-                                              const OpArgs&) {
-  ctx.save_for_backward({input, kept.tensors[0]});
+void L2NormalizationImpl::op_forward_save_ctx(OperationContext& ctx, const Value& input,
+                                              ToSave& to_save, const OpArgs&) {
+  ctx.save_for_backward({input, to_save.tensors[0]});
 }
 
 OpBackwardResult L2NormalizationImpl::op_backward(OperationContext& ctx, const Value& grad_output) {

@@ -21,7 +21,7 @@ FuserForwardResult MakeExtraOutputImpl::fuser_forward_compute(const Value& input
   FuserForwardResult out;
   out.output = input;
   out.extra_outputs = {{input.dequantized()}};
-  out.kept.resize(1);
+  out.to_save.resize(1);
   return out;
 }
 

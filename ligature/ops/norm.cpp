@@ -75,8 +75,8 @@ OpForwardResult NormOperation::op_forward_compute(const Value& input, const OpAr
       forward_to(prepare(input), args.params, output_dtype(input, args), args.output_target());
   OpForwardResult out;
   out.output = std::move(result.y);
-  if (result.mean.defined()) out.kept.tensors.emplace_back(std::move(result.mean));
-  out.kept.tensors.emplace_back(std::move(result.rstd));
+  if (result.mean.defined()) out.to_save.tensors.emplace_back(std::move(result.mean));
+  out.to_save.tensors.emplace_back(std::move(result.rstd));
   return out;
 }
 
@@ -91,13 +91,13 @@ bool NormOperation::saved_zero_centered_gamma(const OperationContext& ctx) const
 }
 
 // Saves the input, the statistics and the weight; only the last when it is all that backward needs.
-void NormOperation::op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+void NormOperation::op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave& to_save,
                                         const OpArgs& args) {
   const bool statistics = args.requires_grad.input || args.requires_grad.param(0);
   std::vector<Value> saved;
   saved.reserve(4);
   saved.push_back(statistics ? input : Value());
-  for (Value& kept_value : kept.tensors) {
+  for (Value& kept_value : to_save.tensors) {
     saved.push_back(statistics ? std::move(kept_value) : Value());
   }
   saved.emplace_back(args.params[0]);

@@ -29,7 +29,7 @@ struct NormOptions : ParameterOptions {
   }
 };
 
-/// Kept from forward to backward.
+/// Saved from forward to backward.
 struct NormState {
   std::optional<at::ScalarType> bias_dtype;
   std::optional<bool> zero_centered_gamma;
@@ -59,7 +59,7 @@ class NormOperation : public BasicOperation {
   using Options = NormOptions;
 
   OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
-  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave& to_save,
                            const OpArgs& args) override;
   OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
   std::string complete_context(OperationContext& ctx, const OpArgs& args) const override;

@@ -46,7 +46,7 @@ OpForwardResult QuantizeImpl::op_forward_compute(const Value& input, const OpArg
   return {quantize_to(input, {quantizer, usage}, input.dtype()), {}};
 }
 
-void QuantizeImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, Kept&,
+void QuantizeImpl::op_forward_save_ctx(OperationContext& ctx, const Value&, ToSave&,
                                        const OpArgs& args) {
   ctx.state.as<QuantizeState>().calibrating = args.calibrating;
 }

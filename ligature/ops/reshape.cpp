@@ -54,7 +54,7 @@ OpForwardResult ReshapeImpl::op_forward_compute(const Value& input, const OpArgs
   return {input.dequantized().reshape(resolve(ValueMeta::of(input))), {}};
 }
 
-void ReshapeImpl::op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept&,
+void ReshapeImpl::op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave&,
                                       const OpArgs&) {
   ctx.state.as<ReshapeState>().input_shape = input.sizes().vec();
 }

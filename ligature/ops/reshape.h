@@ -18,7 +18,7 @@ struct ReshapeOptions {
   }
 };
 
-/// Kept from forward to backward.
+/// Saved from forward to backward.
 struct ReshapeState {
   std::optional<std::vector<int64_t>> input_shape;
 
@@ -39,7 +39,7 @@ class ReshapeImpl : public Operation<ReshapeImpl> {
   explicit ReshapeImpl(Options options);
 
   OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override;
-  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept& kept,
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave& to_save,
                            const OpArgs& args) override;
   OpBackwardResult op_backward(OperationContext& ctx, const Value& grad_output) override;
   std::string complete_context(OperationContext& ctx, const OpArgs& args) const override;

@@ -35,15 +35,15 @@ FuserForwardResult ScaledActivationOperation::fuser_forward_compute(const Value&
   out.output = activation_forward_to(x, spec(), contiguous(args[0].extra_inputs[0]),
                                      args[0].output_target());
   out.extra_outputs.resize(1);
-  out.kept.resize(1);
-  if (caches_quantized_input()) out.kept[0] = quantized_input(*this, input, args[0]);
+  out.to_save.resize(1);
+  if (caches_quantized_input()) out.to_save[0] = quantized_input(*this, input, args[0]);
   return out;
 }
 
 void ScaledActivationOperation::fuser_forward_save_ctx(CtxList ctxs, const Value& input,
                                                        FuserForwardResult& result, ArgsList args) {
-  const auto& kept = result.kept[0].tensors;
-  ctxs[0]->save_for_backward({kept.empty() ? input : kept[0], args[0].extra_inputs[0]});
+  const auto& to_save = result.to_save[0].tensors;
+  ctxs[0]->save_for_backward({to_save.empty() ? input : to_save[0], args[0].extra_inputs[0]});
   save_spec(*ctxs[0], spec());
   if (args[0].autocast_dtype) {
     save_dtype(*ctxs[0], ActivationOperation::compute_dtype(input, args[0]));

@@ -144,9 +144,9 @@ class OperationCheck {
 
   void check_kept(const std::string& where, FusibleOperation& op, const Value& input,
                   ArgsList args) {
-    std::vector<Kept> kept;
+    std::vector<ToSave> to_save;
     try {
-      kept = op.fuser_forward_compute(input, args).kept;
+      to_save = op.fuser_forward_compute(input, args).to_save;
     } catch (const std::exception& error) {
       if (options_.is_fatal && options_.is_fatal(error)) throw;
       return;  // the classic form: it has no compute half
@@ -156,7 +156,7 @@ class OperationCheck {
       arguments.insert(arguments.end(), one.params.begin(), one.params.end());
       arguments.insert(arguments.end(), one.extra_inputs.begin(), one.extra_inputs.end());
     }
-    for (const Kept& of_op : kept) {
+    for (const ToSave& of_op : to_save) {
       for (size_t k = 0; k < of_op.tensors.size(); ++k) {
         for (const Tensor& argument : arguments) {
           if (!of_op.tensors[k].defined() ||
@@ -165,7 +165,7 @@ class OperationCheck {
           }
           comparison_.fail(where,
                            "the compute half of its forward returned an argument (or a view "
-                           "of one) as kept tensor " +
+                           "of one) as to_save tensor " +
                                std::to_string(k) + "; save it by name in the other half");
         }
       }

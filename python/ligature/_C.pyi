@@ -169,7 +169,7 @@ class RecomputeScope:
     def __init__(self, state: AutocastState) -> None: ...
     def exit(self) -> None: ...
 
-class GuestOperation(BasicOperation):
+class PythonOperation(BasicOperation):
     def __init__(
         self,
         name: str,
@@ -181,7 +181,7 @@ class GuestOperation(BasicOperation):
     ) -> None: ...
     def set_num_extra(self, inputs: int, outputs: int) -> None: ...
 
-class GuestFusedOperation(Operation):
+class PythonFusedOperation(Operation):
     def __init__(self, name: str, ops: list[Any], form: str, internal_channels: bool) -> None: ...
 
 class FusionHandle:

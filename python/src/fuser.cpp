@@ -7,12 +7,12 @@
 
 #include "bindings.h"
 #include "collected.h"
-#include "guest.h"
 #include "host.h"
 #include "ligature/base/modes.h"
 #include "ligature/compile/flat.h"
 #include "ligature/explain/explain.h"
 #include "odd_tensors.h"
+#include "python_op.h"
 
 namespace ligature::python {
 namespace {
@@ -211,10 +211,10 @@ class PythonFuser {
     OpList list = operations_of(ops, "the operations of a fuser");
     for (const auto& op : list) {
       for (const auto& basic : op->basic_ops()) {
-        if (auto* guest = dynamic_cast<GuestOperation*>(basic.get())) {
+        if (auto* written = dynamic_cast<PythonOperation*>(basic.get())) {
           const py::object self = python_of(basic);
-          guest->set_num_extra(self.attr("num_extra_inputs").cast<size_t>(),
-                               self.attr("num_extra_outputs").cast<size_t>());
+          written->set_num_extra(self.attr("num_extra_inputs").cast<size_t>(),
+                                 self.attr("num_extra_outputs").cast<size_t>());
         }
       }
     }

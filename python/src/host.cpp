@@ -41,10 +41,10 @@ OpList operations_of(const py::handle& ops, const std::string& what, const Bound
     if (!op) PyErr_Clear();
     if (op && py::isinstance<FusibleOperation>(op)) {
       auto pointer = op.cast<OpPtr>();
-      if (pointer->is_guest() && pointer->is_fused_op() && kept) {
+      if (pointer->is_python_op() && pointer->is_fused_op() && kept) {
         kept.attr("append")(item);
         out.push_back(std::move(pointer));
-      } else if (pointer->is_guest() && pointer->is_fused_op()) {
+      } else if (pointer->is_python_op() && pointer->is_fused_op()) {
         auto keep = hold(py::reinterpret_borrow<py::object>(item));
         out.emplace_back(pointer.get(), [keep, pointer](FusibleOperation*) {});
       } else {
@@ -64,9 +64,9 @@ OpList operations_of(const py::handle& ops, const std::string& what, const Bound
 ParameterSource::ParameterSource(const py::handle& module, const BasicOperation& op)
     : owner_(checked_attribute(module, py::str("_parameter_owner"))),
       label_(op.label()),
-      guest_(op.is_guest()),
+      is_python_op_(op.is_python_op()),
       optional_(op.parameters_are_optional() && !owner_.is(module)),
-      uses_training_(op.uses_training() || op.is_guest()) {
+      uses_training_(op.uses_training() || op.is_python_op()) {
   for (const auto& name : op.parameter_names()) {
     names_.push_back(py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name.c_str())));
   }
@@ -89,7 +89,7 @@ bool ParameterSource::training() const {
 // A parameter is where the module keeps it; when a parametrization or a swap took it from there, it
 // is what the module's attribute gives.
 void ParameterSource::collect(std::vector<Tensor>& out, Overriding* overriding) const {
-  if (guest_) return collect_guest(out);
+  if (is_python_op_) return collect_python_op(out);
   if (names_.empty()) return;
   const py::object dict = checked_attribute(owner_, interned("_parameters"));
   for (const auto& name : names_) {
@@ -109,7 +109,7 @@ void ParameterSource::collect(std::vector<Tensor>& out, Overriding* overriding) 
 }
 
 // A user's operation: its own parameters, then parametrized ones, then those of its submodules.
-void ParameterSource::collect_guest(std::vector<Tensor>& out) const {
+void ParameterSource::collect_python_op(std::vector<Tensor>& out) const {
   const py::dict own = checked_attribute(owner_, interned("_parameters"));
   for (const auto& item : own) {
     if (!item.second.is_none()) out.push_back(unwrap(item.second, "a parameter of " + label_));

@@ -50,12 +50,12 @@ class ParameterSource {
   bool uses_training() const { return uses_training_; }
 
  private:
-  void collect_guest(std::vector<Tensor>& out) const;
+  void collect_python_op(std::vector<Tensor>& out) const;
 
   py::handle owner_;  // not owned: the fuser or the caller keeps it
   std::vector<py::object> names_;
   std::string label_;
-  bool guest_ = false;
+  bool is_python_op_ = false;
   bool optional_ = false;  // a composite's, which may have none
   bool uses_training_ = false;
 };

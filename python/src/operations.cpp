@@ -27,7 +27,7 @@ struct DirectArgs {
     ParameterSource source(module, op);
     source.collect(params);
     extra_inputs = unwrap_list(extras, "[" + op.label() + "] an extra input");
-    if (!op.is_guest()) read(op);
+    if (!op.is_python_op()) read(op);
     args.params = params;
     args.extra_inputs = extra_inputs;
     args.training = source.training();
@@ -107,7 +107,7 @@ Value value_of(const FusibleOperation& op, const char* what, const py::handle& g
   const std::string name = "[" + op.label() + "] " + what;
   LIGATURE_CHECK_TYPE(!given.is_none(), name, " must be a tensor, got None");
   const Value value = unwrap(given, name);
-  return op.is_guest() || !value.defined() ? value : readable(value, [&] { return name; });
+  return op.is_python_op() || !value.defined() ? value : readable(value, [&] { return name; });
 }
 
 py::list list_from(const FusibleOperation& op, const char* what, const py::handle& given) {
@@ -128,24 +128,24 @@ py::tuple op_forward_compute(BasicOperation& op, const py::handle& module, const
   at::NoGradGuard no_grad;
   StepScope scope(op);
   OpForwardResult result = op.op_forward_compute(x, direct.args);
-  return py::make_tuple(wrap(result.output), wrap_values(result.kept.tensors));
+  return py::make_tuple(wrap(result.output), wrap_values(result.to_save.tensors));
 }
 
 void op_forward_save_ctx(BasicOperation& op, const py::handle& module, OperationContext& ctx,
                          const py::handle& input, const py::handle& tensors, bool requires_grad) {
   const Value x = value_of(op, "input", input);
   DirectArgs direct(op, module, x, requires_grad, py::none(), &ctx);
-  Kept kept;
-  for (const Tensor& t : unwrap_list(tensors, "a tensor to save")) kept.tensors.emplace_back(t);
+  ToSave to_save;
+  for (const Tensor& t : unwrap_list(tensors, "a tensor to save")) to_save.tensors.emplace_back(t);
   ctx.requires_grad = direct.args.requires_grad;
   ctx.quantization = direct.quantization;
-  if (requires_grad) op.op_forward_save_ctx(ctx, x, kept, direct.args);
+  if (requires_grad) op.op_forward_save_ctx(ctx, x, to_save, direct.args);
 }
 
 py::tuple op_backward(BasicOperation& op, OperationContext& ctx, const py::handle& grad_output) {
   at::NoGradGuard no_grad;
   StepScope scope(op);
-  if (!op.is_guest()) read_saved(ctx, op);
+  if (!op.is_python_op()) read_saved(ctx, op);
   OpBackwardResult result = op.op_backward(ctx, value_of(op, "grad_output", grad_output));
   return py::make_tuple(wrap(result.grad_input), wrap_tensors(result.grad_params));
 }
@@ -200,7 +200,7 @@ py::tuple fuser_backward(const OpPtr& op, const py::handle& ctxs, const py::hand
   at::NoGradGuard no_grad;
   StepScope scope(*op);
   const auto basic_ops = op->basic_ops();
-  for (size_t i = 0; !op->is_guest() && i < basic_ops.size(); ++i) {
+  for (size_t i = 0; !op->is_python_op() && i < basic_ops.size(); ++i) {
     if (i < contexts.size()) read_saved(*contexts[i], *basic_ops[i]);
     if (i < grads.size()) read_extra_gradients(grads[i], *basic_ops[i]);
   }

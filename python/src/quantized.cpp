@@ -5,12 +5,12 @@
 #include <cmath>
 
 #include "bindings.h"
-#include "guest.h"
 #include "ligature/format/format_fields.h"
 #include "ligature/kernels/quantized_gemm.h"
 #include "ligature/meta.h"
 #include "ligature/quantized/quantized_parts.h"
 #include "ligature/recipes/weights.h"
+#include "python_op.h"
 
 namespace ligature::python {
 namespace {

@@ -3,9 +3,9 @@
 #include "recipes.h"
 
 #include "bindings.h"
-#include "guest.h"
 #include "ligature/recipes/autocast.h"
 #include "ligature/recipes/model_init.h"
+#include "python_op.h"
 #include "quantized.h"
 
 namespace ligature::python {

@@ -3,7 +3,7 @@
 #include "ligature/testing/testing.h"
 
 #include "bindings.h"
-#include "guest.h"
+#include "python_op.h"
 #include "registry.h"
 
 namespace ligature::python {
@@ -13,7 +13,7 @@ using namespace ligature::testing;
 
 /// In the order in which a ParameterSource collects them.
 std::vector<std::string> parameter_names(const py::handle& module, const BasicOperation& op) {
-  if (!op.is_guest()) return op.parameter_names();
+  if (!op.is_python_op()) return op.parameter_names();
   std::vector<std::string> names;
   const py::object owner = module.attr("_parameter_owner");
   for (const auto& [name, value] : py::dict(owner.attr("_parameters"))) {
@@ -43,9 +43,9 @@ Subject subject_of_modules(const py::object& modules) {
   LIGATURE_CHECK(!subject.ops.empty(), "there are no operations to check");
   for (const auto& op : subject.ops) {
     const py::object module = python_of(op);
-    if (auto* guest = dynamic_cast<GuestOperation*>(op.get())) {
-      guest->set_num_extra(module.attr("num_extra_inputs").cast<size_t>(),
-                           module.attr("num_extra_outputs").cast<size_t>());
+    if (auto* written = dynamic_cast<PythonOperation*>(op.get())) {
+      written->set_num_extra(module.attr("num_extra_inputs").cast<size_t>(),
+                             module.attr("num_extra_outputs").cast<size_t>());
     }
     op->pre_first_fuser_forward();
     const ParameterSource source(module, *op);

@@ -60,7 +60,7 @@ class ManyImpl : public Operation<ManyImpl> {
   OpForwardResult op_forward_compute(const Value& input, const OpArgs& args) override {
     return {input.tensor() * at::stack(args.params).sum(), {}};
   }
-  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept&,
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave&,
                            const OpArgs& args) override {
     ctx.save_for_backward({input, at::stack(args.params).sum()});
   }

@@ -19,7 +19,7 @@ class Doubled : public FusedOperation {
     FuserForwardResult out;
     out.output = 2 * input.tensor();
     out.extra_outputs.resize(1);
-    out.kept.resize(1);
+    out.to_save.resize(1);
     return out;
   }
   void fuser_forward_save_ctx(CtxList, const Value&, FuserForwardResult&, ArgsList) override {}
@@ -190,10 +190,10 @@ class SquareImpl : public Operation<SquareImpl> {  // split form
   explicit SquareImpl(Options given = {}) : Operation("Square"), options(given) {}
   OpForwardResult op_forward_compute(const Value& input, const OpArgs&) override {
     OpForwardResult result{input.tensor() * input.tensor(), {}};
-    result.kept.state.set("factor", 2.0);
+    result.to_save.state.set("factor", 2.0);
     return result;
   }
-  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept&,
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave&,
                            const OpArgs&) override {
     ctx.save_for_backward({input});
   }
@@ -262,7 +262,7 @@ class ScaledSquare : public FusedOperation {
     Tensor z = input.tensor() * args[0].params[0];
     result.output = z * z;
     result.extra_outputs.resize(2);
-    result.kept.resize(2);
+    result.to_save.resize(2);
     return result;
   }
   void fuser_forward_save_ctx(CtxList ctxs, const Value& input, FuserForwardResult&,

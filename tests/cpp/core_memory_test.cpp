@@ -120,7 +120,7 @@ struct LenderImpl : Operation<LenderImpl> {
   OpForwardResult op_forward_compute(const Value& input, const OpArgs&) override {
     return {at::from_blob(memory.data(), input.sizes(), input.tensor().options()), {}};
   }
-  void op_forward_save_ctx(OperationContext&, const Value&, Kept&, const OpArgs&) override {}
+  void op_forward_save_ctx(OperationContext&, const Value&, ToSave&, const OpArgs&) override {}
   OpBackwardResult op_backward(OperationContext&, const Value& grad_output) override {
     return {grad_output, {}};
   }

@@ -31,7 +31,7 @@ class ProducerImpl : public Operation<ProducerImpl> {
     if (asked == nullptr) return {input.tensor().clone(), {}};
     return {asked->quantize(input.tensor()), {}};
   }
-  void op_forward_save_ctx(OperationContext&, const Value&, Kept&, const OpArgs&) override {}
+  void op_forward_save_ctx(OperationContext&, const Value&, ToSave&, const OpArgs&) override {}
   OpBackwardResult op_backward(OperationContext&, const Value& dy) override { return {dy, {}}; }
   Options options;
   const Quantizer* asked = nullptr;
@@ -48,7 +48,7 @@ class ConsumerImpl : public Operation<ConsumerImpl> {
     Tensor x = input.dequantized();
     return {x * x, {}};
   }
-  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept&,
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave&,
                            const OpArgs&) override {
     ctx.save_for_backward({input});
   }

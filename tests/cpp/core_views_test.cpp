@@ -18,7 +18,7 @@ struct TurnedImpl : Operation<TurnedImpl> {
   OpForwardResult op_forward_compute(const Value& input, const OpArgs&) override {
     return {input.tensor().t(), {}};
   }
-  void op_forward_save_ctx(OperationContext&, const Value&, Kept&, const OpArgs&) override {}
+  void op_forward_save_ctx(OperationContext&, const Value&, ToSave&, const OpArgs&) override {}
   OpBackwardResult op_backward(OperationContext&, const Value& grad_output) override {
     return {grad_output.tensor().t(), {}};
   }

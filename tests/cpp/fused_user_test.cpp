@@ -37,7 +37,7 @@ FuserForwardResult forward_result(Tensor output, size_t count) {
   FuserForwardResult result;
   result.output = std::move(output);
   result.extra_outputs.resize(count);
-  result.kept.resize(count);
+  result.to_save.resize(count);
   return result;
 }
 

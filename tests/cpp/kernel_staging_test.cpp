@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "kernel_test_support.h"
-#include "ligature/backend/cpu/staging.h"
+#include "ligature/backend/cpu/typed_io.h"
 #include "tolerance.h"
 
 using at::Tensor;

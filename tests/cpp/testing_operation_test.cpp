@@ -48,7 +48,7 @@ class MultiplyImpl : public Operation<MultiplyImpl> {
     if (options.fault.compute) options.fault.compute(*this, input, args, out);
     return out;
   }
-  void op_forward_save_ctx(OperationContext& ctx, const Value& input, Kept&,
+  void op_forward_save_ctx(OperationContext& ctx, const Value& input, ToSave&,
                            const OpArgs& args) override {
     ctx.save_for_backward({input, args.params[0]});
     if (options.fault.save) options.fault.save(*this, ctx, args);
@@ -197,7 +197,7 @@ TEST_F(TestingOperation, SharedAndChangedMemory) {
   EXPECT_TRUE(check(alias, options));
   Fault kept;
   kept.compute = [](MultiplyImpl&, const Value& x, const OpArgs&, OpForwardResult& out) {
-    out.kept.tensors.emplace_back(x.tensor().view({-1}));
+    out.to_save.tensors.emplace_back(x.tensor().view({-1}));
   };
   expect_failures(check(kept), "returned an argument (or a view of one) as kept tensor 0");
   Fault changed;

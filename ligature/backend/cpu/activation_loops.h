@@ -3,7 +3,7 @@
 // (float, double, bfloat16) whatever the tensors' dtypes.
 #pragma once
 
-#include "ligature/backend/cpu/staging.h"
+#include "ligature/backend/cpu/typed_io.h"
 #include "ligature/kernels/activation.h"
 
 namespace ligature::cpu {
@@ -31,8 +31,8 @@ struct ActivationLoops {
                             int64_t n);
   Forward forward;
   Backward backward;
-  Backward backward_again;  ///< gives y too
-  Backward backward_sums;   ///< adds to the sums too
+  Backward backward_recompute;  ///< gives y too
+  Backward backward_sums;       ///< adds to the sums too
 };
 
 template <typename T>

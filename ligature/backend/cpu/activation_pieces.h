@@ -225,7 +225,7 @@ class BackwardPieces {
  private:
   void run_again(const BackwardPiece<T>& piece, const Piece& p, const ActivationSums<C>& sums,
                  const T* dy) const {
-    loops_.backward_again(spec_, piece, p.n);
+    loops_.backward_recompute(spec_, piece, p.n);
     if constexpr (std::is_same_v<T, C>) {
       if (sums.dscales != nullptr) sums.dscales[p.row] += dot(dy, piece.y, p.n);
     }

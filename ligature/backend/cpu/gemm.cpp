@@ -17,11 +17,11 @@ Product product_of(const GemmDesc& d) {
     case LinearGemm::Forward:
       return {a, b, Matrix(d.bias), add, d.alpha};
     case LinearGemm::InputGrad:
-      return {a, b.turned(), {}, add, d.alpha};
+      return {a, b.transposed(), {}, add, d.alpha};
     case LinearGemm::WeightGrad:
       break;
   }
-  return {a.turned(), b.turned(), {}, add, d.alpha};
+  return {a.transposed(), b.transposed(), {}, add, d.alpha};
 }
 
 Tensor new_result(const GemmDesc& d) {

@@ -134,7 +134,7 @@ Matrix Matrix::of_result(const Tensor& t) {
   return out;
 }
 
-Matrix Matrix::turned() const {
+Matrix Matrix::transposed() const {
   Matrix out = *this;
   std::swap(out.rows, out.columns);
   std::swap(out.row_stride, out.column_stride);

@@ -18,7 +18,7 @@ struct Matrix {
   /// The same, to be written to.
   static Matrix of_result(const Tensor& t);
 
-  Matrix turned() const;
+  Matrix transposed() const;
   bool defined() const { return dtype != at::ScalarType::Undefined; }
 
   void* data = nullptr;

@@ -91,8 +91,9 @@ template <bool Pairs>
 
 /// Units k to k + 15 of 16 rows, as [k, row].
 template <bool Pairs>
-[[gnu::always_inline]] inline void load_turned(const ProductSide& side, int64_t row, int64_t rows,
-                                               int64_t unit, int64_t k, Square& s) {
+[[gnu::always_inline]] inline void load_transposed(const ProductSide& side, int64_t row,
+                                                   int64_t rows, int64_t unit, int64_t k,
+                                                   Square& s) {
   const int64_t per_unit = Pairs ? 2 : 1;
   const int64_t left = k - unit * per_unit;
 #pragma GCC unroll 16
@@ -159,7 +160,7 @@ void pack_right_of(const ProductSide& side, int64_t first, int64_t rows, int64_t
       const int64_t count = units - unit < kLanes ? units - unit : kLanes;
       for (int64_t v = 0; v < vectors; ++v) {
         Square s;
-        load_turned<Pairs>(side, first + v * kLanes, rows - v * kLanes, unit, k, s);
+        load_transposed<Pairs>(side, first + v * kLanes, rows - v * kLanes, unit, k, s);
         for (int64_t j = 0; j < count; ++j) {
           _mm512_storeu_si512(to + ((unit + j) * vectors + v) * kLanes, s.row[j]);
         }

@@ -18,7 +18,7 @@ namespace ligature::cpu {
 namespace {
 
 // Columns of the tiles that are turned on their side, and of the units that threads take.
-constexpr int64_t kTurnedColumns = 64;
+constexpr int64_t kTransposedColumns = 64;
 constexpr int64_t kUnitColumns = 512;
 constexpr int64_t kUnitRows = 16;
 
@@ -112,11 +112,11 @@ class Quantization {
     TileScratch tile;
     // Of the ways to column-wise data, a quantization takes one.
     union {
-      T turned[kTurned * kTurned];
-      uint8_t codes[2 * kTurned * kTurned];
+      T transposed[kTransposed * kTransposed];
+      uint8_t codes[2 * kTransposed * kTransposed];
       struct {
-        float values[kTurned * kTurnedColumns];
-        float turned[kTurned * kTurnedColumns];
+        float values[kTransposed * kTransposedColumns];
+        float transposed[kTransposed * kTransposedColumns];
       } transformed;
       uint32_t column_amax[kUnitColumns];
     };
@@ -176,7 +176,7 @@ class Quantization {
     const int64_t columns = source_.columns, end = range.end_column;
     const int64_t width = along_columns ? kUnitColumns : kTileElements;
     const bool stage = along_columns && columns > kUnitColumns;
-    if (stage && s.staged == nullptr) s.staged = make_buffer<T>(kTurned * kUnitColumns);
+    if (stage && s.staged == nullptr) s.staged = make_buffer<T>(kTransposed * kUnitColumns);
     for (; range.first_column < end; range.first_column += width) {
       range.end_column = std::min(range.first_column + width, end);
       if (!stage) {
@@ -197,7 +197,7 @@ class Quantization {
     int64_t rows = std::max(kUnitRows, format_.block_2d ? format_.block_size() : 1);
     if (!along_columns) return rows;
     rows = std::max(rows, format_.block_size());
-    while (rows < kTurned && source_.rows > rows * at::get_num_threads()) rows *= 2;
+    while (rows < kTransposed && source_.rows > rows * at::get_num_threads()) rows *= 2;
     return rows;
   }
 
@@ -216,7 +216,7 @@ class Quantization {
   void find_amax(const T* x, int64_t stride, const Range& range, Scratch& s) {
     const Tile<T> tile{x, stride, range.rows(), range.columns()};
     if (format_.row_scaled && args_.rowwise) {
-      uint32_t largest[kTurned] = {};
+      uint32_t largest[kTransposed] = {};
       row_amax(tile, largest);
       for (int64_t r = 0; r < tile.rows; ++r) raise(row_amax_[range.first_row + r], largest[r]);
     }
@@ -240,17 +240,17 @@ class Quantization {
   }
 
   void find_transformed_amax(const Tile<T>& tile, const Range& range, Scratch& s) {
-    for (int64_t c = 0; c < tile.columns; c += kTurnedColumns) {
-      const int64_t n = std::min(kTurnedColumns, tile.columns - c);
+    for (int64_t c = 0; c < tile.columns; c += kTransposedColumns) {
+      const int64_t n = std::min(kTransposedColumns, tile.columns - c);
       hadamard_columns(Tile<T>{tile.data + c, tile.stride, tile.rows, n}, false,
-                       s.transformed.values, kTurnedColumns);
-      const Tile<float> transformed{s.transformed.values, kTurnedColumns,
+                       s.transformed.values, kTransposedColumns);
+      const Tile<float> transformed{s.transformed.values, kTransposedColumns,
                                     ceil_div(tile.rows, 16) * 16, n};
       if (!format_.row_scaled) {
         raise(transformed_amax_, tile_amax(transformed, false));
         continue;
       }
-      uint32_t largest[kTurnedColumns] = {};
+      uint32_t largest[kTransposedColumns] = {};
       column_amax(transformed, largest);
       for (int64_t i = 0; i < n; ++i) raise(column_amax_[range.first_column + c + i], largest[i]);
     }
@@ -312,7 +312,7 @@ class Quantization {
     Codes rows{};
     if (args_.rowwise) rows = write_rows(tile, range, s);
     if (!args_.columnwise) return;
-    const int64_t step = std::max(kTurnedColumns, columnwise_.blocks().group);
+    const int64_t step = std::max(kTransposedColumns, columnwise_.blocks().group);
     for (int64_t c = 0; c < tile.columns; c += step) {
       const int64_t n = std::min(step, tile.columns - c);
       const int64_t column = range.first_column + c;
@@ -326,9 +326,9 @@ class Quantization {
       } else if (format_.hadamard) {
         write_transformed(piece, range.first_row, column, s);
       } else {
-        transpose_tile(piece, s.turned, kTurned);
-        const Tile<T> turned{s.turned, kTurned, n, tile.rows};
-        columnwise_.write(turned, column, range.first_row, is_held(turned),
+        transpose_tile(piece, s.transposed, kTransposed);
+        const Tile<T> transposed{s.transposed, kTransposed, n, tile.rows};
+        columnwise_.write(transposed, column, range.first_row, is_held(transposed),
                           columnwise_.codes_at(column, range.first_row), s.tile);
       }
     }
@@ -351,7 +351,7 @@ class Quantization {
     const int64_t per_byte = rowwise_.per_byte();
     Codes codes = result;
     if (turn_codes_ && result.stream) {
-      if (s.row_codes == nullptr) s.row_codes = make_buffer<uint8_t>(kTurned * kUnitColumns);
+      if (s.row_codes == nullptr) s.row_codes = make_buffer<uint8_t>(kTransposed * kUnitColumns);
       codes = {s.row_codes.get(), kUnitColumns};
     }
     const bool square = rowwise_.blocks().group > 1;
@@ -403,11 +403,11 @@ class Quantization {
 
   void write_transformed(const Tile<T>& x, int64_t row, int64_t column, Scratch& s) {
     const int64_t rows = ceil_div(x.rows, 16) * 16;
-    hadamard_columns(x, false, s.transformed.values, kTurnedColumns);
-    transpose_tile(Tile<float>{s.transformed.values, kTurnedColumns, rows, x.columns},
-                   s.transformed.turned, kTurned);
-    columnwise_.write(Tile<float>{s.transformed.turned, kTurned, x.columns, rows}, column, row,
-                      false, columnwise_.codes_at(column, row), s.tile);
+    hadamard_columns(x, false, s.transformed.values, kTransposedColumns);
+    transpose_tile(Tile<float>{s.transformed.values, kTransposedColumns, rows, x.columns},
+                   s.transformed.transposed, kTransposed);
+    columnwise_.write(Tile<float>{s.transformed.transposed, kTransposed, x.columns, rows}, column,
+                      row, false, columnwise_.codes_at(column, row), s.tile);
   }
 
   RowSource& source_;

@@ -104,17 +104,17 @@ void transpose_tile(const Tile<T>& x, T* out, int64_t stride) {
 
 void transpose_codes(Codes codes, int64_t rows, int64_t columns, bool fp4, Codes out,
                      uint8_t* scratch) {
-  uint8_t* turned = scratch + kTurned * kTurned;
+  uint8_t* transposed = scratch + kTransposed * kTransposed;
   // Not straight into `out`: its rows are often a power of two apart, and would push each other out
   // of the cache before they are full.
   if (fp4) {
-    unpack_fp4(codes.data, codes.stride, rows, columns, {scratch, kTurned});
-    transpose_tile(Tile<uint8_t>{scratch, kTurned, rows, columns}, turned, kTurned);
-    pack_fp4({turned, kTurned}, columns, rows, scratch, kTurned);
-    copy_codes({scratch, kTurned}, columns, ceil_div(rows, 2), out);
+    unpack_fp4(codes.data, codes.stride, rows, columns, {scratch, kTransposed});
+    transpose_tile(Tile<uint8_t>{scratch, kTransposed, rows, columns}, transposed, kTransposed);
+    pack_fp4({transposed, kTransposed}, columns, rows, scratch, kTransposed);
+    copy_codes({scratch, kTransposed}, columns, ceil_div(rows, 2), out);
   } else {
-    transpose_tile(Tile<uint8_t>{codes.data, codes.stride, rows, columns}, turned, kTurned);
-    copy_codes({turned, kTurned}, columns, rows, out);
+    transpose_tile(Tile<uint8_t>{codes.data, codes.stride, rows, columns}, transposed, kTransposed);
+    copy_codes({transposed, kTransposed}, columns, rows, out);
   }
 }
 

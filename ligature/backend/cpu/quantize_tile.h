@@ -113,7 +113,7 @@ void transpose_tile(const Tile<T>& x, T* out, int64_t stride);
 
 /// The same of codes, packed where `fp4`, in at most kTurned rows and columns. `scratch`: two tiles
 /// of that size.
-constexpr int64_t kTurned = 128;
+constexpr int64_t kTransposed = 128;
 void transpose_codes(Codes codes, int64_t rows, int64_t columns, bool fp4, Codes out,
                      uint8_t* scratch);
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "ligature/backend/cpu/cast.h"
-#include "ligature/backend/cpu/staging.h"
+#include "ligature/backend/cpu/typed_io.h"
 #include "ligature/backend/cpu/vector_math.h"
 
 namespace ligature::cpu {

@@ -97,15 +97,15 @@ void* to_come() { return reinterpret_cast<void*>(uintptr_t{256}); }
 const void* read(const Tensor& t) { return t.is_meta() ? nullptr : t.const_data_ptr(); }
 
 /// d = a b, of contiguous matrices; `turned` ones are the transposes of those in memory.
-Gemm product_of(const Tensor& a, bool a_turned, const Tensor& b, bool b_turned) {
+Gemm product_of(const Tensor& a, bool a_transposed, const Tensor& b, bool b_transposed) {
   Gemm gemm;
   const int64_t a_columns = a.size(-1), b_columns = b.size(-1);
-  gemm.m = a_turned ? a_columns : rows_of(a);
-  gemm.k = a_turned ? rows_of(a) : a_columns;
-  gemm.n = b_turned ? rows_of(b) : b_columns;
+  gemm.m = a_transposed ? a_columns : rows_of(a);
+  gemm.k = a_transposed ? rows_of(a) : a_columns;
+  gemm.n = b_transposed ? rows_of(b) : b_columns;
   gemm.type = gemm.bias_type = GemmType::BFloat16;
-  gemm.a = {read(a), a_columns, a_turned, GemmType::BFloat16, ScaleMode::None, nullptr};
-  gemm.b = {read(b), b_columns, b_turned, GemmType::BFloat16, ScaleMode::None, nullptr};
+  gemm.a = {read(a), a_columns, a_transposed, GemmType::BFloat16, ScaleMode::None, nullptr};
+  gemm.b = {read(b), b_columns, b_transposed, GemmType::BFloat16, ScaleMode::None, nullptr};
   gemm.ldd = gemm.n;
   return gemm;
 }

@@ -50,7 +50,7 @@ class Group:
         return self.module(x, *inputs, basic_op_kwargs=given)
 
 
-class KeptFusers:
+class CachedFusers:
     """Fusers of exported programs: torch.export takes back what is set while it traces."""
 
     # Pickled models name it here.

@@ -111,7 +111,7 @@ class BasicOperation(FusibleOperation):
         overrides = lambda *names: any(  # noqa: E731
             getattr(cls, name) is not getattr(BasicOperation, name) for name in names
         )
-        self._op = _C.GuestOperation(
+        self._op = _C.PythonOperation(
             name=cls.__name__,
             form=self._guest_form(),
             pre_forward=overrides("pre_first_fuser_forward", "pre_fuser_forward"),
@@ -131,7 +131,7 @@ class BasicOperation(FusibleOperation):
     @property
     def _handle(self) -> _C.BasicOperation:
         op = self._op
-        if isinstance(op, _C.GuestOperation):
+        if isinstance(op, _C.PythonOperation):
             op.set_num_extra(self.num_extra_inputs, self.num_extra_outputs)
         assert isinstance(op, _C.BasicOperation)
         return op
@@ -326,7 +326,7 @@ class FusedOperation(FusibleOperation):
         self._make_twin()
 
     def _make_twin(self) -> None:
-        self._op = _C.GuestFusedOperation(
+        self._op = _C.PythonFusedOperation(
             name=type(self).__name__,
             ops=list(self.basic_ops),
             form=self._form,

@@ -17,7 +17,7 @@ from ._explainer import Explainer, explain_last
 from ._hooks import GLOBAL_HOOKS, REPLACED, hook_dicts
 from .fuser import OperationFuser
 from .fusible import FusibleOperation, refuse_script, refuse_tracers
-from .grouping import Group, KeptFusers, group_run
+from .grouping import CachedFusers, Group, group_run
 from .op import FusedOperation, basic_ops_of
 
 
@@ -56,7 +56,7 @@ class Sequential(torch.nn.Module):
         self._watch: _C.ModuleWatch | None = None
         self._only: OperationFuser | None = None
         self._run: Callable[..., Any] | None = None
-        self._exported = KeptFusers()
+        self._exported = CachedFusers()
         self._edits = "0"  # a compiler guards it; a string, lest it makes a variable of it
         self._recompute = "none"
         self._strict: list[str] = []
@@ -199,7 +199,7 @@ class Sequential(torch.nn.Module):
         state = dict(self.__dict__)
         state.update(_module_groups=None, _groups=[], _watch=None, _only=None)
         state.update(_run=None)
-        state.update(_exported=KeptFusers())
+        state.update(_exported=CachedFusers())
         return state
 
     # -- grouping

@@ -14,10 +14,10 @@ _ops = torch.ops.ligature
 
 def _counted(fuser: int, count: Any, *args: Any) -> int:
     """Runs without memory; what operations in Python call is counted as torch does."""
-    from .group import has_guests, without_memory
+    from .group import has_python_ops, without_memory
 
     with without_memory(fuser):
-        if not has_guests(fuser):
+        if not has_python_ops(fuser):
             return int(count(fuser, *args))
         with FlopCounterMode(display=False) as counter:
             ours = int(count(fuser, *args))

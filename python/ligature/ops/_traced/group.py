@@ -70,8 +70,8 @@ def register(fuser: Any) -> tuple[int, str]:
     if known is None:
         parts = fuser._basic_ops
         known = (fuser._number, ", ".join(part._op.name for part in parts))
-        guests = [weakref.ref(p) for p in parts if isinstance(p._op, _C.GuestOperation)]
-        _GUESTS[known[0]] = guests
+        python_ops = [weakref.ref(p) for p in parts if isinstance(p._op, _C.PythonOperation)]
+        _PYTHON_OPS[known[0]] = python_ops
         weakref.finalize(fuser, _forget).atexit = False
         fuser.__dict__["_known_as"] = known
     return known
@@ -82,11 +82,11 @@ def traced(fuser: Any) -> Traced:
     parts = fuser._basic_ops
     sources = []
     for part in parts:
-        guest = isinstance(part._op, _C.GuestOperation)
-        names = _guest_names(part) if guest else tuple(part._handle.parameter_names)
+        is_python_op = isinstance(part._op, _C.PythonOperation)
+        names = _python_op_names(part) if is_python_op else tuple(part._handle.parameter_names)
         owner = part._parameter_owner
         optional = owner is not part and part._handle.parameters_are_optional
-        sources.append(Source(owner, names, guest or part._op.uses_training, optional))
+        sources.append(Source(owner, names, is_python_op or part._op.uses_training, optional))
     number, label = register(fuser)
     reason = why_not(parts)
     outside = torch.compiler.disable(fuser.__call__, reason=reason) if reason else None
@@ -94,24 +94,24 @@ def traced(fuser: Any) -> Traced:
 
 
 #: By fuser: the operations written in Python, which read their parameters for themselves.
-_GUESTS: dict[int, list[Any]] = {}
+_PYTHON_OPS: dict[int, list[Any]] = {}
 #: By fuser and number: the calls that were traced in this process, for their shapes. No tensors.
 CALLS: dict[int, dict[int, Any]] = {}
 
 
 def _forget() -> None:
     """What no graph can call any more. A graph may outlive its model."""
-    for table in (_GUESTS, CALLS):
+    for table in (_PYTHON_OPS, CALLS):
         for fuser in [number for number in table if not _C.is_known(number)]:
             del table[fuser]
 
 
-def has_guests(fuser: int) -> bool:
+def has_python_ops(fuser: int) -> bool:
     """Whether operations written in Python are among those of the fuser."""
-    return bool(_GUESTS.get(fuser))
+    return bool(_PYTHON_OPS.get(fuser))
 
 
-def _guest_names(part: Any) -> tuple[str, ...]:
+def _python_op_names(part: Any) -> tuple[str, ...]:
     """Its parameters, in the order in which the core collects them."""
     names = [name for name, value in part._parameters.items() if value is not None]
     for key, module in part._modules.items():
@@ -125,7 +125,7 @@ def _guest_names(part: Any) -> tuple[str, ...]:
 def why_not(parts: Any) -> str:
     """Why these operations cannot be part of a graph; empty when they can."""
     for part in parts:
-        form = part._guest_form() if isinstance(part._op, _C.GuestOperation) else ""
+        form = part._guest_form() if isinstance(part._op, _C.PythonOperation) else ""
         if form.endswith("classic") or form == "none":
             kind = form.partition("_")[0]
             return (
@@ -151,7 +151,7 @@ def without_memory(fuser: int) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
-        for reference in _GUESTS.get(fuser, ()):
+        for reference in _PYTHON_OPS.get(fuser, ()):
             part = reference()
             if part is not None:
                 twins = {

@@ -23,7 +23,7 @@ from ... import _C
 from ...quantization.scope import RECIPES
 from ..fuser import REGISTERED
 from . import calls
-from .group import has_guests, register, why_not
+from .group import has_python_ops, register, why_not
 from .odd_tensors import is_fake
 
 _FAKE = "FakeTensorMode"
@@ -73,7 +73,7 @@ def call(
         reason = why_not(fuser._basic_ops) or _why_no_function(x, extra_inputs)
     recorder = _recorder() or (_FAKE if is_fake(x) else "")
     only_shapes = recorder == _FAKE
-    if not recorder and (reason or has_guests(number)):
+    if not recorder and (reason or has_python_ops(number)):
         return NotImplemented
     if reason and only_shapes:
         raise NotImplementedError(f"[{label}] cannot be called with FakeTensors: {reason}")

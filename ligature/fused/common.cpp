@@ -1,4 +1,4 @@
-#include "ligature/fused/pieces.h"
+#include "ligature/fused/common.h"
 
 #include "ligature/kernels/devices.h"
 #include "ligature/prepare.h"
@@ -10,7 +10,7 @@ FuserForwardResult fused_forward_result(Value output, size_t n) {
   FuserForwardResult result;
   result.output = std::move(output);
   result.extra_outputs.resize(n);
-  result.kept.resize(n);
+  result.to_save.resize(n);
   return result;
 }
 
@@ -21,11 +21,11 @@ FuserBackwardResult fused_backward_result(size_t n) {
   return result;
 }
 
-void save_basic_op(BasicOperation& op, OperationContext& ctx, const Value& input, Kept kept,
+void save_basic_op(BasicOperation& op, OperationContext& ctx, const Value& input, ToSave to_save,
                    const OpArgs& args) {
   if (!args.requires_grad.op) return;
-  ctx.state = kept.state;
-  op.op_forward_save_ctx(ctx, input, kept, args);
+  ctx.state = to_save.state;
+  op.op_forward_save_ctx(ctx, input, to_save, args);
 }
 
 LinearFwdArgs linear_bias_args(const BasicLinearImpl& linear, const BiasImpl* bias,

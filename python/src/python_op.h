@@ -1,4 +1,4 @@
-// Operations written in Python, as guests among those written in C++: each calls the methods of its
+// Operations written in Python, among those written in C++: each calls the methods of its
 // Python object and holds the GIL only for that.
 #pragma once
 
@@ -26,10 +26,10 @@ class PythonQuantizer : public Quantizer {
   HeldPtr quantizer_;
 };
 
-/// The calls that basic and fused guests have in common.
-class GuestCalls {
+/// The calls that basic and fused ones have in common.
+class PythonOpCalls {
  public:
-  explicit GuestCalls(Form form) : form_(form) {}
+  explicit PythonOpCalls(Form form) : form_(form) {}
 
  protected:
   FuserForwardResult call_compute(const FusibleOperation& op, const Value& input, ArgsList args);
@@ -44,7 +44,7 @@ class GuestCalls {
 };
 
 /// Which methods of a basic operation a Python class has changed, so that they have to be called.
-struct GuestMethods {
+struct PythonOpMethods {
   bool pre_forward = false;
   bool input_quantizer = false;
   bool grad_output_quantizer = false;
@@ -53,13 +53,13 @@ struct GuestMethods {
 
 /// A basic or fused operation whose passes are calls into Python.
 template <class Base>
-class GuestOf : public Base, public GuestCalls {
+class PythonOpOf : public Base, public PythonOpCalls {
  public:
   template <class... Args>
-  explicit GuestOf(GuestCalls calls, Args&&... args)
-      : Base(std::forward<Args>(args)...), GuestCalls(calls) {}
+  explicit PythonOpOf(PythonOpCalls calls, Args&&... args)
+      : Base(std::forward<Args>(args)...), PythonOpCalls(calls) {}
 
-  bool is_guest() const override { return true; }
+  bool is_python_op() const override { return true; }
   FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override {
     return call_compute(*this, input, args);
   }
@@ -76,10 +76,10 @@ class GuestOf : public Base, public GuestCalls {
   }
 };
 
-class GuestOperation : public GuestOf<BasicOperation> {
+class PythonOperation : public PythonOpOf<BasicOperation> {
  public:
-  GuestOperation(std::string name, Form form, GuestMethods methods)
-      : GuestOf(GuestCalls(form), std::move(name)), methods_(methods) {}
+  PythonOperation(std::string name, Form form, PythonOpMethods methods)
+      : PythonOpOf(PythonOpCalls(form), std::move(name)), methods_(methods) {}
 
   size_t num_extra_inputs() const override { return num_extra_inputs_; }
   size_t num_extra_outputs() const override { return num_extra_outputs_; }
@@ -98,15 +98,16 @@ class GuestOperation : public GuestOf<BasicOperation> {
   QuantizerPtr ask_for_quantizer(const char* method);
   std::vector<QuantizerRole> ask_for_roles(const char* mode) const;
 
-  GuestMethods methods_;
+  PythonOpMethods methods_;
   size_t num_extra_inputs_ = 0;
   size_t num_extra_outputs_ = 0;
 };
 
-class GuestFusedOperation : public GuestOf<FusedOperation> {
+class PythonFusedOperation : public PythonOpOf<FusedOperation> {
  public:
-  GuestFusedOperation(std::string name, const OpList& ops, Form form, bool internal_channels)
-      : GuestOf(GuestCalls(form), std::move(name), ops), internal_channels_(internal_channels) {}
+  PythonFusedOperation(std::string name, const OpList& ops, Form form, bool internal_channels)
+      : PythonOpOf(PythonOpCalls(form), std::move(name), ops),
+        internal_channels_(internal_channels) {}
 
   bool handles_internal_channels() const override { return internal_channels_; }
 

@@ -15,7 +15,7 @@ FuserForwardResult fused_forward_result(Value output, size_t n);
 FuserBackwardResult fused_backward_result(size_t n);
 
 /// Saves what `op` would have saved alone, if it runs in backward.
-void save_basic_op(BasicOperation& op, OperationContext& ctx, const Value& input, Kept kept,
+void save_basic_op(BasicOperation& op, OperationContext& ctx, const Value& input, ToSave to_save,
                    const OpArgs& args);
 
 /// The operands of a linear followed by a bias, which may be null.

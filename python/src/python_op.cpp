@@ -1,4 +1,4 @@
-#include "guest.h"
+#include "python_op.h"
 
 #include <torch/csrc/autograd/functions/utils.h>
 
@@ -178,12 +178,12 @@ bool aliases(const Tensor& a, const Tensor& b) {
                            a.storage().is_alias_of(b.storage()) && a.numel() > 0));
 }
 
-void check_fresh(const FusibleOperation& op, const Tensor& kept, const Value& input,
+void check_fresh(const FusibleOperation& op, const Tensor& to_save, const Value& input,
                  ArgsList args) {
-  bool alias = !input.is_quantized() && aliases(kept, input.tensor());
+  bool alias = !input.is_quantized() && aliases(to_save, input.tensor());
   for (const OpArgs& basic : args) {
-    for (const Tensor& t : basic.params) alias = alias || aliases(kept, t);
-    for (const Tensor& t : basic.extra_inputs) alias = alias || aliases(kept, t);
+    for (const Tensor& t : basic.params) alias = alias || aliases(to_save, t);
+    for (const Tensor& t : basic.extra_inputs) alias = alias || aliases(to_save, t);
   }
   LIGATURE_CHECK_STATE(
       !alias, "[", op.label(),
@@ -191,25 +191,25 @@ void check_fresh(const FusibleOperation& op, const Tensor& kept, const Value& in
       "saved; save it by name in the other half, with ctx.save_for_backward");
 }
 
-Kept kept_from(const FusibleOperation& op, const py::handle& tensors, const py::handle& state,
-               const Value& input, ArgsList args) {
-  Kept kept;
+ToSave kept_from(const FusibleOperation& op, const py::handle& tensors, const py::handle& state,
+                 const Value& input, ArgsList args) {
+  ToSave to_save;
   for (const Tensor& t : unwrap_list(tensors, "[" + op.label() + "] a tensor to save")) {
     check_fresh(op, t, input, args);
-    kept.tensors.emplace_back(t);
+    to_save.tensors.emplace_back(t);
   }
   if (state && !state.is_none()) {
     const auto dict = py::reinterpret_borrow<py::dict>(state);
-    kept.state = state_from_dict(dict, "state to keep");
-    kept.bound = hold(dict.attr("copy")());
+    to_save.state = state_from_dict(dict, "state to keep");
+    to_save.bound = hold(dict.attr("copy")());
   }
-  return kept;
+  return to_save;
 }
 
 }  // namespace
 
-FuserForwardResult GuestCalls::call_compute(const FusibleOperation& op, const Value& input,
-                                            ArgsList args) {
+FuserForwardResult PythonOpCalls::call_compute(const FusibleOperation& op, const Value& input,
+                                               ArgsList args) {
   return with_python([&] {
     const py::handle self = object_of(op);
     FuserForwardResult out;
@@ -221,7 +221,7 @@ FuserForwardResult GuestCalls::call_compute(const FusibleOperation& op, const Va
                    self.attr("op_forward_compute")(x, **forward_kwargs(form_, args, given)), 2, 3);
       out.output = given.back(unwrap(items[0], "[" + op.label() + "] the output"));
       out.extra_outputs.resize(1);
-      out.kept.push_back(
+      out.to_save.push_back(
           kept_from(op, items[1], items.size() > 2 ? items[2] : py::object(), input, args));
       return out;
     }
@@ -238,23 +238,23 @@ FuserForwardResult GuestCalls::call_compute(const FusibleOperation& op, const Va
     std::vector<py::object> states(args.size());
     if (items.size() > 3) states = list_of(op, "state to keep", items[3], args.size());
     for (size_t k = 0; k < args.size(); ++k) {
-      out.kept.push_back(kept_from(op, tensors[k], states[k], input, args));
+      out.to_save.push_back(kept_from(op, tensors[k], states[k], input, args));
     }
     return out;
   });
 }
 
-void GuestCalls::call_save_ctx(const FusibleOperation& op, CtxList ctxs, const Value& input,
-                               FuserForwardResult& result, ArgsList args) {
+void PythonOpCalls::call_save_ctx(const FusibleOperation& op, CtxList ctxs, const Value& input,
+                                  FuserForwardResult& result, ArgsList args) {
   with_python([&] {
     const py::handle self = object_of(op);
     py::list tensors;
     for (size_t k = 0; k < ctxs.size(); ++k) {
-      ctxs[k]->state = result.kept[k].state;
-      ctxs[k]->bound = result.kept[k].bound;
-      py::tuple kept(result.kept[k].tensors.size());
-      for (size_t i = 0; i < kept.size(); ++i) kept[i] = wrap(result.kept[k].tensors[i]);
-      tensors.append(kept);
+      ctxs[k]->state = result.to_save[k].state;
+      ctxs[k]->bound = result.to_save[k].bound;
+      py::tuple to_save(result.to_save[k].tensors.size());
+      for (size_t i = 0; i < to_save.size(); ++i) to_save[i] = wrap(result.to_save[k].tensors[i]);
+      tensors.append(to_save);
     }
     Given given;
     const py::object x = given.value(input, args.front().requires_grad.input);
@@ -269,8 +269,8 @@ void GuestCalls::call_save_ctx(const FusibleOperation& op, CtxList ctxs, const V
   });
 }
 
-FuserForwardResult GuestCalls::call_forward(FusibleOperation& op, CtxList ctxs, const Value& input,
-                                            ArgsList args) {
+FuserForwardResult PythonOpCalls::call_forward(FusibleOperation& op, CtxList ctxs,
+                                               const Value& input, ArgsList args) {
   if (is_op_form(form_)) {
     const auto& basic = static_cast<const BasicOperation&>(op);
     LIGATURE_CHECK_STATE(basic.num_extra_inputs() == 0 && basic.num_extra_outputs() == 0, "[",
@@ -315,9 +315,9 @@ FuserForwardResult GuestCalls::call_forward(FusibleOperation& op, CtxList ctxs, 
   });
 }
 
-FuserBackwardResult GuestCalls::call_backward(const FusibleOperation& op, CtxList ctxs,
-                                              const Value& grad_output,
-                                              GradList grad_extra_outputs) {
+FuserBackwardResult PythonOpCalls::call_backward(const FusibleOperation& op, CtxList ctxs,
+                                                 const Value& grad_output,
+                                                 GradList grad_extra_outputs) {
   return with_python([&] {
     const py::handle self = object_of(op);
     FuserBackwardResult out;
@@ -351,12 +351,12 @@ FuserBackwardResult GuestCalls::call_backward(const FusibleOperation& op, CtxLis
   });
 }
 
-void GuestOperation::pre_first_fuser_forward() {
+void PythonOperation::pre_first_fuser_forward() {
   if (!methods_.pre_forward) return;
   with_python([&] { object_of(*this).attr("pre_first_fuser_forward")(); });
 }
 
-void GuestOperation::pre_fuser_forward(bool requires_grad) {
+void PythonOperation::pre_fuser_forward(bool requires_grad) {
   if (!methods_.pre_forward) return;
   with_python([&] {
     object_of(*this).attr("pre_fuser_forward")(py::arg("requires_grad") = requires_grad);
@@ -364,7 +364,7 @@ void GuestOperation::pre_fuser_forward(bool requires_grad) {
 }
 
 // None, where a recipe would give it a quantizer, means that nobody is to quantize for it.
-QuantizerPtr GuestOperation::ask_for_quantizer(const char* method) {
+QuantizerPtr PythonOperation::ask_for_quantizer(const char* method) {
   return with_python([&]() -> QuantizerPtr {
     py::object quantizer = object_of(*this).attr(method)();
     if (quantizer.is_none() && methods_.quantizer_roles) {
@@ -374,15 +374,15 @@ QuantizerPtr GuestOperation::ask_for_quantizer(const char* method) {
   });
 }
 
-QuantizerPtr GuestOperation::get_input_quantizer() {
+QuantizerPtr PythonOperation::get_input_quantizer() {
   return methods_.input_quantizer ? ask_for_quantizer("get_input_quantizer") : nullptr;
 }
 
-QuantizerPtr GuestOperation::get_grad_output_quantizer() {
+QuantizerPtr PythonOperation::get_grad_output_quantizer() {
   return methods_.grad_output_quantizer ? ask_for_quantizer("get_grad_output_quantizer") : nullptr;
 }
 
-std::vector<QuantizerRole> GuestOperation::ask_for_roles(const char* mode) const {
+std::vector<QuantizerRole> PythonOperation::ask_for_roles(const char* mode) const {
   if (!methods_.quantizer_roles) return {};
   return with_python([&] {
     std::vector<QuantizerRole> roles;
@@ -393,31 +393,32 @@ std::vector<QuantizerRole> GuestOperation::ask_for_roles(const char* mode) const
   });
 }
 
-std::vector<QuantizerRole> GuestOperation::forward_quantizer_roles() const {
+std::vector<QuantizerRole> PythonOperation::forward_quantizer_roles() const {
   return ask_for_roles("forward");
 }
 
-std::vector<QuantizerRole> GuestOperation::backward_quantizer_roles() const {
+std::vector<QuantizerRole> PythonOperation::backward_quantizer_roles() const {
   return ask_for_roles("backward");
 }
 
 void bind_guests(py::module_& m) {
-  py::class_<GuestOperation, BasicOperation, std::shared_ptr<GuestOperation>>(m, "GuestOperation")
+  py::class_<PythonOperation, BasicOperation, std::shared_ptr<PythonOperation>>(m,
+                                                                                "PythonOperation")
       .def(py::init([](std::string name, const std::string& form, bool pre_forward,
                        bool input_quantizer, bool grad_output_quantizer, bool quantizer_roles) {
-             const GuestMethods methods{pre_forward, input_quantizer, grad_output_quantizer,
-                                        quantizer_roles};
-             return std::make_shared<GuestOperation>(std::move(name), form_from_string(form),
-                                                     methods);
+             const PythonOpMethods methods{pre_forward, input_quantizer, grad_output_quantizer,
+                                           quantizer_roles};
+             return std::make_shared<PythonOperation>(std::move(name), form_from_string(form),
+                                                      methods);
            }),
            py::arg("name"), py::arg("form"), py::arg("pre_forward"), py::arg("input_quantizer"),
            py::arg("grad_output_quantizer"), py::arg("quantizer_roles"))
-      .def("set_num_extra", &GuestOperation::set_num_extra);
-  py::class_<GuestFusedOperation, FusibleOperation, std::shared_ptr<GuestFusedOperation>>(
-      m, "GuestFusedOperation")
+      .def("set_num_extra", &PythonOperation::set_num_extra);
+  py::class_<PythonFusedOperation, FusibleOperation, std::shared_ptr<PythonFusedOperation>>(
+      m, "PythonFusedOperation")
       .def(py::init([](std::string name, const py::handle& ops, const std::string& form,
                        bool internal_channels) {
-             return std::make_shared<GuestFusedOperation>(
+             return std::make_shared<PythonFusedOperation>(
                  name, operations_of(ops, "[" + name + "] basic_ops"), form_from_string(form),
                  internal_channels);
            }),

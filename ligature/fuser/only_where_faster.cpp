@@ -1,4 +1,4 @@
-#include "ligature/fuser/precision.h"
+#include "ligature/fuser/only_where_faster.h"
 
 #include <sstream>
 

@@ -1,5 +1,5 @@
 // The conversion loops behind Input and Output.
-#include "ligature/backend/cpu/staging.h"
+#include "ligature/backend/cpu/typed_io.h"
 
 #include "ligature/backend/cpu/cast.h"
 #include "ligature/check.h"
