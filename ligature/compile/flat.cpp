@@ -107,8 +107,8 @@ class FlatSavedValues final : public SavedValues {
   Tensor find(const Source& source) const {
     if (source.kind == Source::Kind::None) return {};
     const auto same = [&](const Source& other) { return other.same_tensor(source); };
-    const auto found = std::find_if(layout_.to_save.begin(), layout_.to_save.end(), same);
-    const Tensor& tensor = kept_[found - layout_.to_save.begin()];
+    const auto found = std::find_if(layout_.kept.begin(), layout_.kept.end(), same);
+    const Tensor& tensor = kept_[found - layout_.kept.begin()];
     if (!source.view) return tensor;
     return tensor.as_strided(source.view->sizes, source.view->strides,
                              tensor.storage_offset() + source.view->offset);

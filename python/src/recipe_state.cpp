@@ -28,8 +28,8 @@ py::list role_objects(const BasicOperation& op, const std::string& mode) {
 }
 
 /// Of the recipe that computes now in this thread, else of the one used last.
-py::object quantizer_object(BasicOperation& op, const std::string& mode, size_t index,
-                            at::Device device) {
+py::object quantizer_of_op(BasicOperation& op, const std::string& mode, size_t index,
+                           at::Device device) {
   OpQuantizationPtr state;
   {
     py::gil_scoped_release no_gil;
@@ -118,7 +118,7 @@ void bind_recipe_state(py::module_& m) {
   auto cls = py::class_<BasicOperation, FusibleOperation, std::shared_ptr<BasicOperation>>(
       m.attr("BasicOperation"));
   cls.def("quantizer_roles", &role_objects, py::arg("mode"))
-      .def("quantizer", &quantizer_object, py::arg("mode"), py::arg("index"), py::arg("device"))
+      .def("quantizer", &quantizer_of_op, py::arg("mode"), py::arg("index"), py::arg("device"))
       .def("recipe_states", &state_objects)
       .def("recipe_state_entries",
            [](const BasicOperation& op) { return objects_of(recipe_state_entries(op)); })
