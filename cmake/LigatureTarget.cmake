@@ -57,5 +57,6 @@ function(ligature_unity target dir)
       set_source_files_properties(${sources} PROPERTIES UNITY_GROUP ${name})
     endforeach()
   endforeach()
-  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP
+    UNITY_BUILD_RELOCATABLE ON)
 endfunction()

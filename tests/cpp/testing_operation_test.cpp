@@ -199,7 +199,7 @@ TEST_F(TestingOperation, SharedAndChangedMemory) {
   kept.compute = [](MultiplyImpl&, const Value& x, const OpArgs&, OpForwardResult& out) {
     out.to_save.tensors.emplace_back(x.tensor().view({-1}));
   };
-  expect_failures(check(kept), "returned an argument (or a view of one) as kept tensor 0");
+  expect_failures(check(kept), "returned an argument (or a view of one) as to_save tensor 0");
   Fault changed;
   changed.compute = [](MultiplyImpl&, const Value& x, const OpArgs&, OpForwardResult&) {
     Tensor(x.tensor()).add_(1);
