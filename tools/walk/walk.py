@@ -10,6 +10,7 @@ their functions are first entered, their number, and how often the folder change
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -26,18 +27,19 @@ def run(*command: str | Path, **options: object) -> str:
 
 
 def build(source: Path, folder: Path, jobs: int) -> Path:
-    off = [f"-DLIGATURE_BUILD_{part}=OFF" for part in ("PYTHON", "TESTS", "EXAMPLES")]
-    run("cmake", "-S", source, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Walk",
-        f"-DCMAKE_CXX_FLAGS_WALK={FLAGS}", f"-DPython3_EXECUTABLE={sys.executable}", *off)
-    run("cmake", "--build", folder, "-j", str(jobs), "--target", "ligature")
     import torch
 
     site = Path(torch.__file__).parent
+    off = [f"-DLIGATURE_BUILD_{part}=OFF" for part in ("PYTHON", "TESTS", "EXAMPLES")]
+    kind = ("-DCMAKE_BUILD_TYPE=Walk", f"-DCMAKE_CXX_FLAGS_WALK={FLAGS}")
+    python = f"-DPython3_EXECUTABLE={sys.executable}"
+    run("cmake", "-S", source, "-B", folder, "-G", "Ninja", *kind, python, *off)
+    run("cmake", "--build", folder, "-j", str(jobs), "--target", "ligature")
     program = folder / "walk"
-    run("c++", "-std=c++20", "-O1", "-g1", HERE / "walk.cpp", "-o", program, f"-I{source}",
-        f"-isystem{site}/include", f"-isystem{site}/include/torch/csrc/api/include",
-        f"-L{folder}/lib", f"-L{site}/lib", f"-Wl,-rpath,{folder}/lib:{site}/lib",
-        "-lligature", "-ltorch", "-ltorch_cpu", "-lc10")
+    headers = [f"-isystem{site}/include", f"-isystem{site}/include/torch/csrc/api/include"]
+    folders = [f"-L{folder}/lib", f"-L{site}/lib", f"-Wl,-rpath,{folder}/lib:{site}/lib"]
+    compiler = ("c++", "-std=c++20", "-O1", HERE / "walk.cpp", "-o", program, f"-I{source}")
+    run(*compiler, *headers, *folders, "-lligature", "-ltorch", "-ltorch_cpu", "-lc10")
     return program
 
 
@@ -48,8 +50,12 @@ def entered(program: Path, folder: Path, source: Path) -> list[tuple[str, str]]:
     library = next(line for line in lines if "libligature.so" in line)
     base = int(library.split("-")[0], 16) - int(library.split()[2], 16)
     unique = sorted(set(addresses))
-    found = run("addr2line", "-e", folder / "lib" / "libligature.so",
-                input="\n".join(hex(a - base) for a in unique)).splitlines()
+    found = run(
+        "addr2line",
+        "-e",
+        folder / "lib" / "libligature.so",
+        input="\n".join(hex(a - base) for a in unique),
+    ).splitlines()
     root = str(source / "ligature") + "/"
     file_of = {a: str(Path(f.split(":")[0]).resolve()) for a, f in zip(unique, found, strict=True)}
     return [(hex(a), f.removeprefix(root)) for a in addresses if (f := file_of[a]).startswith(root)]
@@ -57,7 +63,7 @@ def entered(program: Path, folder: Path, source: Path) -> list[tuple[str, str]]:
 
 def changes(files: list[str]) -> int:
     folders = [str(Path(f).parent) for f in files]
-    return sum(a != b for a, b in zip(folders, folders[1:], strict=False))
+    return sum(a != b for a, b in itertools.pairwise(folders))
 
 
 def main() -> None:
@@ -69,7 +75,7 @@ def main() -> None:
     source = args.source.resolve()
     folder = source / "build" / "walk"
     walk = entered(build(source, folder, args.jobs), folder, source)
-    first = list({address: file for address, file in walk}.values())
+    first = list(dict(walk).values())
     sources = [f for f in first if f.endswith(".cpp")]
     if args.files:
         print(*dict.fromkeys(first), sep="\n")
