@@ -68,7 +68,10 @@ struct Accelerator {
 
 Accelerator accelerator() {
   const auto type = at::getAccelerator();
-  return type ? Accelerator{*type, at::accelerator::deviceCount()} : Accelerator{};
+  if (!type) return {};
+  // A compiler may have put a stand-in of eight devices in the place of a driver that is not there.
+  const bool is_there = at::globalContext().getAcceleratorHooksInterface(*type).isAvailable();
+  return {*type, is_there ? at::accelerator::deviceCount() : 0};
 }
 
 std::vector<Availability> backend_list(const CudaConfig& cuda, const Accelerator& accelerator) {

@@ -51,20 +51,54 @@ LiveFusers::LiveFusers() {
 }
 
 void LiveFusers::add(OperationFuser* fuser) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  all_.insert(fuser);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  all_.emplace(fuser, 0);
 }
 
 void LiveFusers::remove(OperationFuser* fuser) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  idle_.wait(lock, [&] { return all_.at(fuser) == 0; });
   all_.erase(fuser);
 }
 
+// A fuser traces its last call before it drops the plan, which may run Python, and so its garbage
+// collector, and that may end other fusers. So nothing runs under the mutex. A fuser that is shared
+// lives on meanwhile; one that is not waits in its destructor.
 void LiveFusers::drop_stale_plans() {
-  // What goes with a plan may be of a host language, whose lock another fuser's thread may have.
+  struct Seen {
+    OperationFuser* fuser;
+    std::shared_ptr<OperationFuser> shared;
+  };
+  const auto never_shared = [](const std::weak_ptr<OperationFuser>& fuser) {
+    const std::weak_ptr<OperationFuser> none;
+    return !fuser.owner_before(none) && !none.owner_before(fuser);
+  };
+  std::vector<Seen> seen;
   std::vector<std::shared_ptr<const Plan>> dropped;
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (OperationFuser* fuser : all_) fuser->drop_stale_plans(dropped);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [fuser, looks] : all_) {
+      auto shared = fuser->weak_from_this().lock();
+      if (shared == nullptr && !never_shared(fuser->weak_from_this())) continue;  // it ends now
+      if (shared == nullptr) ++looks;
+      seen.push_back({fuser, std::move(shared)});
+    }
+  }
+  const auto done = [&](const Seen& one) {
+    if (one.shared != nullptr) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    --all_.at(one.fuser);
+    idle_.notify_all();
+  };
+  for (size_t i = 0; i < seen.size(); ++i) {
+    try {
+      seen[i].fuser->drop_stale_plans(dropped);
+    } catch (...) {
+      std::for_each(seen.begin() + static_cast<std::ptrdiff_t>(i), seen.end(), done);
+      throw;
+    }
+    done(seen[i]);
+  }
 }
 
 std::shared_ptr<const Plan> OperationFuser::drop_plan(size_t index) {

@@ -1,8 +1,9 @@
 // All fusers of the process, so that they hear of fusions that are gone.
 #pragma once
 
+#include <condition_variable>
 #include <mutex>
-#include <unordered_set>
+#include <unordered_map>
 
 namespace ligature {
 
@@ -19,7 +20,8 @@ class LiveFusers {
   void drop_stale_plans();
 
   std::mutex mutex_;
-  std::unordered_set<OperationFuser*> all_;
+  std::condition_variable idle_;
+  std::unordered_map<OperationFuser*, int> all_;  ///< and how often each is being looked at
 };
 
 }  // namespace ligature

@@ -8,6 +8,10 @@
 
 namespace ligature::kernels {
 
+// Both are there before any backend registers itself.
+constinit std::array<const Backend*, at::COMPILE_TIME_MAX_DEVICE_TYPES> detail::backends{};
+constinit const Launches* detail::launches = nullptr;
+
 const Backend* register_backend(at::DeviceType device, const Backend* backend) {
   if (backend != nullptr && backend->launches != nullptr) detail::launches = backend->launches;
   return std::exchange(detail::backends[static_cast<size_t>(device)], backend);

@@ -10,8 +10,9 @@ namespace ligature::kernels {
 struct Backend;
 
 namespace detail {
-inline constinit std::array<const Backend*, at::COMPILE_TIME_MAX_DEVICE_TYPES> backends{};
-}
+// Not inline: a library with hidden symbols, as the binding, would have one of its own.
+extern std::array<const Backend*, at::COMPILE_TIME_MAX_DEVICE_TYPES> backends;
+}  // namespace detail
 
 /// The backend of a kind of device, whatever it computes in; null where it is ATen's.
 inline const Backend* own_backend(at::DeviceType device) {

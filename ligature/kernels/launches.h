@@ -37,7 +37,7 @@ struct Launches {
 };
 
 namespace detail {
-inline constinit const Launches* launches = nullptr;
+extern const Launches* launches;
 }
 
 /// One direction of a pipeline. `input`: what it begins with.

@@ -76,9 +76,28 @@ QuantizedPtr quantized_like(const QuantizedPtr& like, const Tensor& values) {
                                   {like->rowwise().defined(), like->columnwise().defined()});
 }
 
+namespace {
+
+/// The parts of `from` that `to` has, without rounding again; null where they cannot be had.
+QuantizedPtr parts_for(const QuantizedTensor& to, const QuantizedPtr& from) {
+  if (from->format_tag() != to.format_tag() || from->sizes() != to.sizes()) return nullptr;
+  if (same_layout(to, *from)) return from;
+  const bool rows = to.rowwise().defined(), columns = to.columnwise().defined();
+  const bool complete =
+      (!rows || from->rowwise().defined()) && (!columns || from->columnwise().defined());
+  if (complete) return from->only(rows, columns);
+  if (!to.format_tag().orientations_agree()) return nullptr;
+  auto both = std::make_shared<QuantizedTensor>(*from);
+  both->make_usage(rows, columns);
+  return both->only(rows, columns);
+}
+
+}  // namespace
+
 void write_quantized(const QuantizedPtr& to, const Value& values) {
-  if (values.is_quantized() && same_layout(*to, *values.quantized())) {
-    if (values.quantized() != to) writing(*to, [&] { to->copy_from(*values.quantized()); });
+  const QuantizedPtr parts = values.is_quantized() ? parts_for(*to, values.quantized()) : nullptr;
+  if (parts != nullptr) {
+    if (values.quantized() != to) writing(*to, [&] { to->copy_from(*parts); });
     return;
   }
   const Tensor plain = values.dequantized();

@@ -16,7 +16,8 @@ constexpr const char* kKey = "functions_key";
 /// What a description has: the fields, and what is none because it may be a function.
 std::set<std::string> described() {
   std::set<std::string> names{"recipe", kScale};
-  for (const auto& [name, value] : recipe_fields(kRecipe)) names.insert(name);
+  const std::string recipe = kRecipe;
+  for (const auto& [name, value] : recipe_fields(recipe)) names.insert(name);
   return names;
 }
 
@@ -135,7 +136,8 @@ std::shared_ptr<DelayedScaling> delayed_from_description(const JsonValue& about)
 
   const FunctionKeys keys{function_key(about, kAmax), function_key(about, kScale)};
   PlainState fields;
-  for (const auto& [name, value] : recipe_fields(kRecipe)) {
+  const std::string recipe = kRecipe;
+  for (const auto& [name, value] : recipe_fields(recipe)) {
     if (name != kAmax || keys.amax.empty()) fields.set(name, plain_entry(about, name, value));
   }
   auto options = options_from_state<DelayedScalingOptions>(fields, kRecipe);

@@ -374,5 +374,48 @@ TEST(Registry, FusedOperationsGoWithTheirFusion) {
   }
 }
 
+/// Calls back when it runs, as Python's garbage collector may.
+class Calling : public user::Doubled {
+ public:
+  Calling(const OpList& ops, const std::function<void()>& call) : Doubled(ops), call_(call) {}
+  FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override {
+    call_();
+    return Doubled::fuser_forward_compute(input, args);
+  }
+
+ private:
+  const std::function<void()>& call_;
+};
+
+// When a fusion goes, fusers trace their last calls. What runs then may end any other fuser.
+TEST(Registry, FusersEndWhileTheyLookAtAFusionThatGoes) {
+  using Fusers = std::vector<std::shared_ptr<OperationFuser>>;
+  for (int round = 0; round < 4; ++round) {
+    Fusers fusers;
+    std::function<void()> call = [] {};
+    int calls = 0;
+    {
+      ScopedFusion scoped(register_forward_fusion(
+          FusionFunction{"double", [&](const OpList& ops, const PlanOptions&) -> OpList {
+                           return {std::make_shared<Calling>(ops, call)};
+                         }}));
+      OperationFuser alone({ConstantScale(2.0).ptr()});  // not shared
+      for (int i = 0; i < 3; ++i) {
+        fusers.push_back(std::make_shared<OperationFuser>(OpList{ConstantScale(2.0).ptr()}));
+        (*fusers.back())(torch::randn({3}, on_device()));
+      }
+      alone(torch::randn({3}, on_device()));
+      call = [&] {
+        ++calls;
+        fusers.clear();
+      };
+      (*scoped).unregister();
+      call = [] {};
+    }
+    EXPECT_GE(calls, 1);
+    EXPECT_TRUE(fusers.empty());
+  }
+}
+
 }  // namespace
 }  // namespace ligature

@@ -40,12 +40,12 @@ Partials scaled_silu(const Tensor& x, double k, bool derivative) {
 }
 
 struct GELU {
-  // Beyond 1000 the derivative is 0 or 1; torch's is no number where x^2 overflows.
+  // Beyond 1000 the derivative is 0 or 1; torch's is no number where x^2 overflows. At infinity it
+  // is none, as in torch: x - x says so.
   static Partials of(const Tensor& x, const ActivationSpec&, bool derivative) {
-    return {at::gelu(x, "tanh"),
-            derivative ? at::gelu_backward(at::ones_like(x), at::clamp(x, -1000.0, 1000.0), "tanh")
-                       : Tensor(),
-            {}};
+    if (!derivative) return {at::gelu(x, "tanh"), {}, {}};
+    const Tensor near = at::clamp(x, -1000.0, 1000.0);
+    return {at::gelu(x, "tanh"), at::gelu_backward(at::ones_like(x), near, "tanh") + (x - x), {}};
   }
 };
 

@@ -53,10 +53,11 @@ class Group:
 class CachedFusers:
     """Fusers of exported programs: torch.export takes back what is set while it traces."""
 
-    # Pickled models name it here.
-
     def __init__(self) -> None:
         self.fusers: list[OperationFuser] = []
+
+
+KeptFusers = CachedFusers  # the name in models that 0.1.0 pickled
 
 
 def group_run(

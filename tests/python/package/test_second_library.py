@@ -1,4 +1,4 @@
-"""Another library may use the keys of torch's dispatcher that are meant for tests."""
+"""Other libraries beside Ligature's: one that uses torch's keys for tests, and the binding."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from torch.utils import cpp_extension
+
+from ligature import _C
 
 SOURCE = """
 #include <torch/library.h>
@@ -32,7 +34,7 @@ import torch, ligature as te
 with te.quantized_model_init(recipe=te.recipe.MXFP8BlockScaling()):
     linear = te.ops.Linear(32, 32)
 with te.autocast(recipe=te.recipe.MXFP8BlockScaling()):
-    y = linear(torch.ones(4, 32, requires_grad=True))
+    y = linear(torch.ones(4, 32, requires_grad=True, device=linear.weight.device))
 y.sum().backward()
 assert linear.weight.grad.shape == (32, 32)
 """
@@ -59,3 +61,21 @@ def test_its_fallback_and_ligature(library: Path, first: str) -> None:
     code = load + STEP if first == "second library" else "import ligature\n" + load + STEP
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_binding_has_no_copy_of_what_the_library_holds() -> None:
+    """Its symbols are hidden, so a variable that is `inline` in a header would be another one."""
+    if (nm := shutil.which("nm")) is None:
+        pytest.skip("nm is not installed")
+
+    def variables(path: Path) -> set[str]:
+        lines = subprocess.check_output([nm, "-C", "--defined-only", path], text=True).splitlines()
+        found = (line.split(maxsplit=2) for line in lines)
+        return {name for _, kind, name in found if kind in "bBdDuV" and "ligature::" in name}
+
+    library, binding = (
+        {name for name in variables(Path(path)) if not name.startswith(("typeinfo", "vtable"))}
+        for path in (Path(_C.__file__).with_name("libligature.so"), _C.__file__)
+    )
+    assert library
+    assert not library & binding
