@@ -225,7 +225,7 @@ class Check:
         return run
 
     def _check_size(self) -> None:
-        if self.references[0].largest > LARGEST and "float16" in dtypes_of(self.case):
+        if self.references[0].largest.value > LARGEST and "float16" in dtypes_of(self.case):
             raise TooLargeError
 
     def _forward(self, run: Run) -> None:

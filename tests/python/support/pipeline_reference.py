@@ -147,6 +147,18 @@ def _kinks(module: torch.nn.Module, x: Tensor) -> Tensor | None:
     return kinks
 
 
+class Largest:
+    """Copies values and notes the largest. The graph holds it, so it must not hold the graph."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.numel():
+            self.value = max(self.value, float(x.abs().max()))
+        return x.clone()
+
+
 class PipelineReference(Reference):
     """A model in float64: values, dtypes that its results should have, and what hooks should see.
 
@@ -173,7 +185,7 @@ class PipelineReference(Reference):
         self.rounding = rounding
         self.exact = exact
         self.at_kinks: list[Tensor] = []
-        self.largest = 0.0  # of the values and gradients on the way
+        self.largest = Largest()  # of the values and gradients on the way
 
     def run(
         self,
@@ -198,13 +210,8 @@ class PipelineReference(Reference):
 
     def _rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if self.rounding is None:
-            return _Round.apply(x, self._measured)
+            return _Round.apply(x, self.largest)
         return self.rounding(x, dtype)
-
-    def _measured(self, value: Tensor) -> Tensor:
-        if value.numel():
-            self.largest = max(self.largest, float(value.abs().max()))
-        return value.clone()
 
     def _parameter(self, parameter: Tensor | None) -> Tensor | None:
         copy = super()._parameter(parameter)
