@@ -2,6 +2,8 @@
 // of the backend.
 #include "ligature/kernels/activation.h"
 
+#include <utility>
+
 #include "ligature/check.h"
 #include "ligature/kernels/arguments.h"
 #include "ligature/kernels/backend.h"
@@ -68,6 +70,20 @@ ActivationRecompute activation_recompute(const Tensor& dy, const Tensor& x,
   const KernelScope scope("activation_recompute", x);
   check_activation_gradient(dy, x, spec, {}, false);
   return backend_for(x).activation_recompute(dy, x, spec, need_dbias, over_dy, over_x);
+}
+
+ActivationRecompute activation_recompute_scaled(const Tensor& dy, const Tensor& x,
+                                                const ActivationSpec& spec, const Tensor& scales,
+                                                bool need_dscales, bool over_dy, bool over_x) {
+  const KernelScope scope("activation_recompute", x);
+  check_activation_gradient(dy, x, spec, scales, need_dscales);
+  const Backend& backend = backend_for(x);
+  if (backend.activation_recompute_scaled != nullptr) {
+    return backend.activation_recompute_scaled(dy, x, spec, scales, need_dscales, over_dy, over_x);
+  }
+  Tensor y = backend.activation_forward(x, spec, scales);
+  auto grads = backend.activation_backward(dy, x, spec, scales, need_dscales, false, over_x);
+  return {std::move(y), std::move(grads.dx), {}, std::move(grads.dscales)};
 }
 
 }  // namespace ligature::kernels

@@ -18,7 +18,8 @@ struct ActivationBackward {
 struct ActivationRecompute {
   Tensor y;
   Tensor dx;
-  Tensor dbias;  // as in ActivationBackward
+  Tensor dbias;         // as in ActivationBackward
+  Tensor dscales = {};  // likewise
 };
 
 /// y = act(x), times the row's factor where `scales`, of shape x.shape[:-1], is defined.
@@ -38,5 +39,10 @@ ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
 ActivationRecompute activation_recompute(const Tensor& dy, const Tensor& x,
                                          const ActivationSpec& spec, bool need_dbias = false,
                                          bool over_dy = false, bool over_x = false);
+/// The same of activation_forward(x, spec, scales) and its backward.
+ActivationRecompute activation_recompute_scaled(const Tensor& dy, const Tensor& x,
+                                                const ActivationSpec& spec, const Tensor& scales,
+                                                bool need_dscales, bool over_dy = false,
+                                                bool over_x = false);
 
 }  // namespace ligature::kernels

@@ -17,10 +17,12 @@
 #include "ligature/kernels/devices.h"
 #include "ligature/kernels/dropout.h"
 #include "ligature/kernels/gemm.h"
+#include "ligature/kernels/grouped_gemm.h"
 #include "ligature/kernels/launches.h"
 #include "ligature/kernels/native_gemm.h"
 #include "ligature/kernels/norm.h"
 #include "ligature/kernels/quantize.h"
+#include "ligature/kernels/routing.h"
 
 namespace ligature::kernels {
 
@@ -44,6 +46,9 @@ struct Backend {
   decltype(&kernels::activation_forward_) activation_forward_ = nullptr;
   decltype(&kernels::activation_backward) activation_backward = nullptr;
   decltype(&kernels::activation_recompute) activation_recompute = nullptr;
+  /// With scales, and in `dscales` their gradients where they are wanted. Null: forward and
+  /// backward one after the other.
+  decltype(&kernels::activation_recompute_scaled) activation_recompute_scaled = nullptr;
   decltype(&kernels::bias_forward) bias_forward = nullptr;
   decltype(&kernels::bias_backward) bias_backward = nullptr;
 
@@ -56,6 +61,21 @@ struct Backend {
   Tensor (*gemm)(const GemmDesc& desc) = nullptr;
   /// Who would make it, for tensors without memory too; null for operands that it does not take.
   const char* (*gemm_name)(const GemmDesc& desc) = nullptr;
+
+  // Rows in groups; null, or false for operands that it does not take: one group after the other,
+  // which the host has to know.
+  bool (*grouped_gemm)(const GroupedGemmDesc& desc) = nullptr;
+  /// What explain() says of them and of routing; null for nothing.
+  const char* grouped_note = nullptr;
+  const char* (*grouped_gemm_name)(const GroupedGemmDesc& desc) = nullptr;
+  decltype(&kernels::grouped_bias_grad) grouped_bias_grad = nullptr;
+  decltype(&kernels::grouped_scale_grad) grouped_scale_grad = nullptr;
+
+  // Routing; null: ATen's.
+  decltype(&kernels::route) route = nullptr;
+  decltype(&kernels::dispatch_rows) dispatch_rows = nullptr;
+  decltype(&kernels::combine_rows) combine_rows = nullptr;
+  decltype(&kernels::combine_weights_grad) combine_weights_grad = nullptr;
 
   // Low precision.
   decltype(&kernels::quantize) quantize = nullptr;

@@ -78,6 +78,23 @@ KernelLog::~KernelLog() {
 
 bool is_log_open() { return run_context().log != nullptr; }
 
+void note_sync(const std::string& what) {
+  KernelLog* log = run_context().log;
+  if (log != nullptr) {
+    if (!log->in_kernel_) log->calls_.push_back({"read_split_sizes", "host", {}});
+    log->calls_.back().syncs = true;
+  }
+  LIGATURE_CHECK_STATE(!run_context().no_sync, what,
+                       " have to be read by the host, which waits for the device; strict forbids "
+                       "it ('no host sync')");
+}
+
+NoSyncScope::NoSyncScope(bool on) : outer_(run_context().no_sync) {
+  run_context().no_sync = outer_ || on;
+}
+
+NoSyncScope::~NoSyncScope() { run_context().no_sync = outer_; }
+
 void KernelScope::enter(const char* name, at::ScalarType dtype, const char* backend) {
   KernelLog* log = run_context().log;
   if (log == nullptr || log->in_kernel_) return;

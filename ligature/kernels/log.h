@@ -24,6 +24,7 @@ struct KernelCall {
   /// The ATen calls of a kernel that is made of them on every device. What the backend aten does in
   /// place of another is not known before it is done, and so not told.
   std::vector<std::string> calls;
+  bool syncs = false;  ///< the host waits for the device
 };
 
 /// The backend that serves kernels of our own on this kind of device.
@@ -44,6 +45,7 @@ class KernelLog {
  private:
   friend class KernelScope;
   friend struct AtenObserver;
+  friend void note_sync(const std::string& what);
 
   at::DeviceType device_;
   MetaStandsFor stands_for_;
@@ -58,6 +60,22 @@ class KernelLog {
 };
 
 bool is_log_open();
+
+/// The host is about to wait for a device: noted with the kernel that is running, if any, and
+/// refused where a NoSyncScope lives. `what`: "[GroupedLinear] the split sizes on cuda:0".
+void note_sync(const std::string& what);
+
+/// While it lives, if `on`, this thread's kernels may not wait for a device.
+class NoSyncScope {
+ public:
+  explicit NoSyncScope(bool on);
+  ~NoSyncScope();
+  NoSyncScope(const NoSyncScope&) = delete;
+  NoSyncScope& operator=(const NoSyncScope&) = delete;
+
+ private:
+  bool outer_;
+};
 
 /// In a kernel's entry function, at its beginning.
 class KernelScope {

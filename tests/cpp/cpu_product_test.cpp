@@ -161,6 +161,44 @@ TEST(CpuProduct, WhatItCannotReadIsNotTaken) {
   EXPECT_FALSE(cpu::has_memory({Matrix(a), Matrix(b), {}, Matrix(a.to(at::kMeta))}));
 }
 
+// However many rows there are, and so however the product is cut.
+TEST(CpuProduct, ARowsBitsAreItsOwn) {
+  for_each_dtype([](at::ScalarType dtype) {
+    for (const int64_t k : {1, 7, 200, 601}) {
+      const Tensor a = random_tensor({600, k}, dtype), b = random_tensor({133, k}, dtype);
+      for (const Tensor& right : {b, turned(b)}) {
+        for (const at::ScalarType out : {dtype, at::kFloat}) {
+          const Tensor all = multiply({Matrix(a), Matrix(right), {}, {}}, out);
+          for (const int64_t rows : {1, 2, 14, 15, 60}) {
+            expect_same_bits(multiply({Matrix(a.narrow(0, 5, rows)), Matrix(right), {}, {}}, out),
+                             all.narrow(0, 5, rows), where(dtype, {rows, 133, k}));
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST(CpuProduct, PlainSumsAreRoundedAsOthers) {
+  for_each_dtype([](at::ScalarType dtype) {
+    for (const int64_t m : {5, 40}) {
+      for (const int64_t k : {4, 300}) {
+        const Tensor a = random_tensor({m, k}, dtype), b = random_tensor({64, k}, dtype);
+        a[1].mul_(1e-30);
+        b[3].mul_(1e-9);  // sums near the smallest numbers
+        a[2].fill_(INFINITY);
+        a[3][1] = NAN;
+        a[4].fill_(3e38);
+        const cpu::Product product{Matrix(a), Matrix(b), {}, {}};
+        const Tensor rounded = multiply(product, dtype);
+        const Tensor expected = multiply(product, at::kFloat).to(dtype);
+        EXPECT_TRUE(at::allclose(rounded, expected, 0, 0, /*equal_nan=*/true))
+            << where(dtype, {m, 64, k});
+      }
+    }
+  });
+}
+
 /// The backend that a kernel notes for a product of these sizes.
 std::string backend_of(at::ScalarType dtype, int64_t rows) {
   const Tensor x = at::ones({rows, 32}, dtype), w = at::ones({48, 32}, dtype);
@@ -173,8 +211,9 @@ TEST(CpuProduct, KernelsSayWhoMultiplied) {
   const bool ours = cpu::gains_by_product_tiles();
   EXPECT_EQ(backend_of(at::kFloat, 64), ours && cpu::has_product_tiles(false) ? "cpu" : "aten");
   EXPECT_EQ(backend_of(at::kBFloat16, 64), ours && cpu::has_product_tiles(true) ? "cpu" : "aten");
-  EXPECT_EQ(backend_of(at::kFloat, 2), "aten");
-  EXPECT_EQ(backend_of(at::kBFloat16, 1 << 15), "aten");
+  EXPECT_EQ(backend_of(at::kFloat, 1), "aten");
+  EXPECT_EQ(backend_of(at::kFloat, 2), backend_of(at::kFloat, 64));
+  EXPECT_EQ(backend_of(at::kBFloat16, 1 << 15), backend_of(at::kBFloat16, 64));
   EXPECT_EQ(backend_of(at::kDouble, 64), "aten");
 }
 

@@ -190,7 +190,10 @@ TEST(ActivationTest, Interleaved) {
             check(k, {.kind = kind, .glu_interleave_size = n}, device, dtype, shape, n == 4);
           }
         }
-        check(k, {.kind = kind, .glu_interleave_size = 600}, device, dtype, {3, 2400}, true);
+        // Short blocks, of which a piece holds several, and long ones.
+        for (const int64_t n : {1, 3, 16, 600}) {
+          check(k, {.kind = kind, .glu_interleave_size = n}, device, dtype, {3, 2400}, true);
+        }
       }
     });
   }

@@ -63,6 +63,22 @@ void backward_into(const ActivationBackward& result, const Tensor& dy, const Ten
       x.scalar_type(), dy.scalar_type());
 }
 
+ActivationRecompute recompute(const Tensor& dy, const Tensor& x, const ActivationSpec& spec,
+                              const Tensor& scales, bool need_dscales, bool need_dbias,
+                              bool over_dy, bool over_x) {
+  at::DimVector shape(x.sizes());
+  if (kernels::is_gated(spec.kind)) shape.back() /= 2;
+  ActivationBackward grads;
+  grads.dx = over_x ? x : new_like(x);
+  if (need_dscales) grads.dscales = new_like(scales);
+  if (need_dbias) grads.dbias = new_tensor({x.size(-1)}, x.scalar_type());
+  const Tensor y = over_dy && dy.scalar_type() == x.scalar_type()
+                       ? dy.view(shape)
+                       : new_tensor(shape, x.scalar_type());
+  backward_into(grads, dy, x, spec, scales, y);
+  return {y, std::move(grads.dx), std::move(grads.dbias), std::move(grads.dscales)};
+}
+
 }  // namespace
 
 Tensor activation_forward(const Tensor& x, const ActivationSpec& spec, const Tensor& scales) {
@@ -92,16 +108,13 @@ ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
 ActivationRecompute activation_recompute(const Tensor& dy, const Tensor& x,
                                          const ActivationSpec& spec, bool need_dbias, bool over_dy,
                                          bool over_x) {
-  at::DimVector shape(x.sizes());
-  if (kernels::is_gated(spec.kind)) shape.back() /= 2;
-  ActivationBackward grads;
-  grads.dx = over_x ? x : new_like(x);
-  if (need_dbias) grads.dbias = new_tensor({x.size(-1)}, x.scalar_type());
-  const Tensor y = over_dy && dy.scalar_type() == x.scalar_type()
-                       ? dy.view(shape)
-                       : new_tensor(shape, x.scalar_type());
-  backward_into(grads, dy, x, spec, {}, y);
-  return {y, std::move(grads.dx), std::move(grads.dbias)};
+  return recompute(dy, x, spec, {}, false, need_dbias, over_dy, over_x);
+}
+
+ActivationRecompute activation_recompute_scaled(const Tensor& dy, const Tensor& x,
+                                                const ActivationSpec& spec, const Tensor& scales,
+                                                bool need_dscales, bool over_dy, bool over_x) {
+  return recompute(dy, x, spec, scales, need_dscales, false, over_dy, over_x);
 }
 
 }  // namespace ligature::cpu

@@ -19,6 +19,9 @@ ActivationBackward activation_backward(const Tensor& dy, const Tensor& x,
 ActivationRecompute activation_recompute(const Tensor& dy, const Tensor& x,
                                          const ActivationSpec& spec, bool need_dbias, bool over_dy,
                                          bool over_x);
+ActivationRecompute activation_recompute_scaled(const Tensor& dy, const Tensor& x,
+                                                const ActivationSpec& spec, const Tensor& scales,
+                                                bool need_dscales, bool over_dy, bool over_x);
 
 /// The forward's y as rows to be computed, the same bits.
 std::unique_ptr<RowSource> activation_forward_rows(const Tensor& x, const ActivationSpec& spec,

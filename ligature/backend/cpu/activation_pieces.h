@@ -1,6 +1,7 @@
 // The walk of the activations of the CPU backend. A tensor is walked in pieces that never cross a
 // row, nor the border between gates and linear units: two halves of a row are one pair of blocks,
-// interleaving is more and shorter pairs, so both are the same walk. Tensors hold elements T.
+// interleaving is more and shorter pairs, so both are the same walk. Blocks too short for a vector
+// are sorted into gates and linear units, a piece of several at a time. Tensors hold elements T.
 #pragma once
 
 #include <algorithm>
@@ -27,6 +28,10 @@ bool worth_streaming(const ActivationSpec& spec) {
   return sizeof(T) >= 4 || spec.kind == kernels::ActivationKind::ReLU;
 }
 
+/// Blocks up to this long are sorted; so many results at a time, whose x fits in a buffer.
+constexpr int64_t kShortBlock = 16;
+constexpr int64_t kSortedPiece = kPiece<double> / 2;
+
 struct Piece {
   int64_t row;
   int64_t a;  // offset of the gates (or plain inputs) in x
@@ -37,8 +42,8 @@ struct Piece {
 // `rows` of `width` results, each in blocks of `block`; x holds a block of gates before each block
 // of linear units.
 struct PieceWalk {
-  bool gated;
-  int64_t rows, width, block, length, pieces_per_block, pieces_per_row;
+  bool gated, sorted = false;
+  int64_t rows, width, block, length, pieces_per_block = 0, pieces_per_row;
 
   /// `piece_length`: of a piece, at most; kPiece<T> where it goes through a buffer.
   PieceWalk(const at::Tensor& x, const ActivationSpec& spec, bool keep_rows, int64_t piece_length)
@@ -49,6 +54,12 @@ struct PieceWalk {
     width = results == 0 ? features : results / rows;
     block = width;
     if (gated) block = spec.glu_interleave_size > 0 ? spec.glu_interleave_size : features;
+    sorted = gated && block <= kShortBlock && block < features;
+    if (sorted) {
+      length = kSortedPiece / block * block;
+      pieces_per_row = (width + length - 1) / length;
+      return;
+    }
     pieces_per_block = (block + length - 1) / length;
     pieces_per_row = block == 0 ? 0 : width / block * pieces_per_block;
   }
@@ -56,6 +67,11 @@ struct PieceWalk {
   int64_t pieces() const { return rows * pieces_per_row; }
 
   Piece piece(int64_t index) const {
+    if (sorted) {
+      const int64_t row = index / pieces_per_row, within = index % pieces_per_row * length;
+      const int64_t y = row * width + within;
+      return {row, 2 * y, y, std::min(length, width - within)};
+    }
     const int64_t whole_block = index / pieces_per_block;
     const int64_t within = index % pieces_per_block * length;
     return {index / pieces_per_row, whole_block * block * (gated ? 2 : 1) + within,
@@ -66,7 +82,7 @@ struct PieceWalk {
 // Calls f(first_piece, end_piece) in parallel.
 template <typename F>
 void parallel_pieces(const PieceWalk& walk, const F& f) {
-  const int64_t piece = std::clamp<int64_t>(walk.block, 1, walk.length);
+  const int64_t piece = walk.sorted ? walk.length : std::clamp<int64_t>(walk.block, 1, walk.length);
   const int64_t grain = std::max<int64_t>(1, kChunkElements / (piece * kElementCost));
   at::parallel_for(0, walk.pieces(), grain, [&](int64_t first, int64_t last) {
     f(first, last);
@@ -83,6 +99,51 @@ LIGATURE_SIMD void multiply(const C* x, C factor, C* y, int64_t n) {
 template <typename C>
 LIGATURE_SIMD C dot(const C* a, const C* b, int64_t n) {
   return lane_sum<C>(n, [&](int64_t i) { return a[i] * b[i]; });
+}
+
+/// n gates to a and n linear units to b, of 2 n elements in blocks that alternate.
+template <typename T>
+LIGATURE_SIMD void sort_blocks(const T* both, int64_t block, int64_t n, T* a, T* b) {
+  if (block == 1) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) {
+      a[i] = both[2 * i];
+      b[i] = both[2 * i + 1];
+    }
+    return;
+  }
+  for (int64_t i = 0; i < n; i += block) {
+    for (int64_t k = 0; k < block; ++k) {
+      a[i + k] = both[2 * i + k];
+      b[i + k] = both[2 * i + block + k];
+    }
+  }
+}
+
+/// The way back; with `add`, added to what is there.
+template <bool add, typename T>
+LIGATURE_SIMD void mix_blocks(const T* a, const T* b, int64_t block, int64_t n, T* both) {
+  const auto put = [&](int64_t at, T value) {
+    if constexpr (add) {
+      both[at] += value;
+    } else {
+      both[at] = value;
+    }
+  };
+  if (block == 1) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) {
+      put(2 * i, a[i]);
+      put(2 * i + 1, b[i]);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < n; i += block) {
+    for (int64_t k = 0; k < block; ++k) {
+      put(2 * i + k, a[i + k]);
+      put(2 * i + block + k, b[i + k]);
+    }
+  }
 }
 
 template <typename T>
@@ -139,8 +200,13 @@ class ForwardPieces {
     alignas(kBufferAlignment) T y_buffer[kPiece<T>];
     for (int64_t i = first; i < last; ++i) {
       const Piece p = walk_.piece(i);
-      const T* a = x_.read(p.a, p.n, a_buffer);
-      const T* b = walk_.gated ? x_.read(p.a + walk_.block, p.n, b_buffer) : nullptr;
+      const T *a = a_buffer, *b = b_buffer;
+      if (walk_.sorted) {
+        sort_blocks(x_.read(p.a, 2 * p.n, y_buffer), walk_.block, p.n, a_buffer, b_buffer);
+      } else {
+        a = x_.read(p.a, p.n, a_buffer);
+        b = walk_.gated ? x_.read(p.a + walk_.block, p.n, b_buffer) : nullptr;
+      }
       T* result = y_output.place(p.y - start, y_buffer);
       forward_(spec_, a, b, result, p.n);
       if (scales_.defined()) scales_.multiply_by(p.row, result, result, p.n);
@@ -190,8 +256,8 @@ class BackwardPieces {
     alignas(kBufferAlignment) T y_buffer[kPiece<T>];
     alignas(kBufferAlignment) T da_buffer[kPiece<T>];
     alignas(kBufferAlignment) T db_buffer[kPiece<T>];
+    if (walk_.sorted) return run_sorted(first, last, dx_output, start, sums, y_output);
     const int64_t x_width = walk_.width * (walk_.gated ? 2 : 1);
-    const bool again = sums.dscales != nullptr || y_output != nullptr;
     for (int64_t i = first; i < last; ++i) {
       const Piece p = walk_.piece(i);
       const int64_t b_at = p.a + walk_.block;
@@ -210,19 +276,63 @@ class BackwardPieces {
         piece.da_sums = sums.dbias + (p.a - p.row * x_width);
         if (walk_.gated) piece.db_sums = sums.dbias + (b_at - p.row * x_width);
       }
-      if (again) {
-        piece.y = y_output != nullptr ? y_output->place(p.y, y_buffer) : y_buffer;
-        run_again(piece, p, sums, dy);
-        if (y_output != nullptr) y_output->write(p.y, p.n, piece.y);
-      } else {
-        (sums.dbias != nullptr ? loops_.backward_sums : loops_.backward)(spec_, piece, p.n);
-      }
+      compute(piece, p, sums, y_buffer, y_output, dy);
       dx_output.write(p.a - start, p.n, piece.da);
       if (walk_.gated) dx_output.write(b_at - start, p.n, piece.db);
     }
   }
 
  private:
+  // As run(), with gates and linear units apart while they are computed with.
+  void run_sorted(int64_t first, int64_t last, const Output<T>& dx_output, int64_t start,
+                  const ActivationSums<C>& sums, const Output<T>* y_output) const {
+    alignas(kBufferAlignment) T dy_buffer[kPiece<T>];
+    alignas(kBufferAlignment) T g_buffer[kPiece<T>];
+    alignas(kBufferAlignment) T a_buffer[kPiece<T>];
+    alignas(kBufferAlignment) T b_buffer[kPiece<T>];
+    alignas(kBufferAlignment) T y_buffer[kPiece<T>];
+    alignas(kBufferAlignment) T both_buffer[kPiece<T>];
+    alignas(kBufferAlignment) C sum_buffer[2 * kSortedPiece];
+    for (int64_t i = first; i < last; ++i) {
+      const Piece p = walk_.piece(i);
+      const T* dy = dy_.read(p.y, p.n, dy_buffer);
+      sort_blocks(x_.read(p.a, 2 * p.n, both_buffer), walk_.block, p.n, a_buffer, b_buffer);
+      BackwardPiece<T> piece{dy, a_buffer, b_buffer, a_buffer, b_buffer};
+      if (scales_.defined()) {
+        scales_.multiply_by(p.row, dy, g_buffer, p.n);
+        piece.dy = g_buffer;
+      }
+      if (sums.dbias != nullptr) {
+        std::fill_n(sum_buffer, 2 * kSortedPiece, C(0));
+        piece.da_sums = sum_buffer;
+        piece.db_sums = sum_buffer + kSortedPiece;
+      }
+      compute(piece, p, sums, y_buffer, y_output, dy);
+      if (sums.dbias != nullptr) {
+        C* columns = sums.dbias + (p.a - p.row * 2 * walk_.width);
+        mix_blocks<true>(sum_buffer, sum_buffer + kSortedPiece, walk_.block, p.n, columns);
+      }
+      T* dx = dx_output.place(p.a - start, both_buffer);
+      mix_blocks<false>(a_buffer, b_buffer, walk_.block, p.n, dx);
+      dx_output.write(p.a - start, 2 * p.n, dx);
+    }
+  }
+
+  void compute(BackwardPiece<T>& piece, const Piece& p, const ActivationSums<C>& sums, T* y_buffer,
+               const Output<T>* y_output, const T* dy) const {
+    if (sums.dscales == nullptr && y_output == nullptr) {
+      (sums.dbias != nullptr ? loops_.backward_sums : loops_.backward)(spec_, piece, p.n);
+      return;
+    }
+    // What is multiplied by a scale must not be written over dy before.
+    T* const y = y_output != nullptr ? y_output->place(p.y, y_buffer) : y_buffer;
+    piece.y = scales_.defined() ? y_buffer : y;
+    run_again(piece, p, sums, dy);
+    if (y_output == nullptr) return;
+    if (scales_.defined()) scales_.multiply_by(p.row, y_buffer, y, p.n);
+    y_output->write(p.y, p.n, y);
+  }
+
   void run_again(const BackwardPiece<T>& piece, const Piece& p, const ActivationSums<C>& sums,
                  const T* dy) const {
     loops_.backward_recompute(spec_, piece, p.n);

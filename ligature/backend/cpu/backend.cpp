@@ -8,9 +8,11 @@
 #include "ligature/backend/cpu/content_hash.h"
 #include "ligature/backend/cpu/dropout.h"
 #include "ligature/backend/cpu/gemm.h"
+#include "ligature/backend/cpu/grouped_gemm.h"
 #include "ligature/backend/cpu/norm.h"
 #include "ligature/backend/cpu/quantize.h"
 #include "ligature/backend/cpu/quantize_rows.h"
+#include "ligature/backend/cpu/routing.h"
 #include "ligature/backend/cpu/vector_math.h"
 
 #define LIGATURE_TEXT_OF_EXPANDED(...) #__VA_ARGS__
@@ -48,6 +50,7 @@ const kernels::Backend kBackend{
     .activation_forward_ = activation_forward_,
     .activation_backward = activation_backward,
     .activation_recompute = activation_recompute,
+    .activation_recompute_scaled = activation_recompute_scaled,
     .bias_forward = bias_forward,
     .bias_backward = bias_backward,
     .has_dropout = [](at::ScalarType dtype) { return dtype != at::kDouble; },
@@ -55,6 +58,14 @@ const kernels::Backend kBackend{
     .dropout_backward = dropout_backward,
     .gemm = gemm,
     .gemm_name = gemm_name,
+    .grouped_gemm = grouped_gemm,
+    .grouped_gemm_name = grouped_gemm_name,
+    .grouped_bias_grad = grouped_bias_grad,
+    .grouped_scale_grad = grouped_scale_grad,
+    .route = route,
+    .dispatch_rows = dispatch_rows,
+    .combine_rows = combine_rows,
+    .combine_weights_grad = combine_weights_grad,
     .quantize = [](const Tensor& x, const QuantizeArgs& args) { return cpu::quantize(x, args); },
     .update_amax = [](const Tensor& x, Tensor& amax) { update_amax(x, amax); },
     .update_quantized_amax = [](const QuantizedMatrix& q, const Format& format,

@@ -25,16 +25,23 @@ void forward_into(const Tensor& y, const Tensor& z, const Tensor& x, const Tenso
   const int64_t x_width = walk.width * (walk.gated ? 2 : 1);
   parallel_pieces(walk, [&](int64_t first, int64_t last) {
     alignas(kBufferAlignment) T z_buffer[2][kPiece<T>];
+    alignas(kBufferAlignment) T sorted_buffer[2][kSortedPiece];
     alignas(kBufferAlignment) T y_buffer[kPiece<T>];
     for (int64_t i = first; i < last; ++i) {
       const Piece p = walk.piece(i);
+      const int64_t spans = walk.gated && !walk.sorted ? 2 : 1, n = walk.sorted ? 2 * p.n : p.n;
       const T* parts[2] = {nullptr, nullptr};
-      for (int64_t k = 0; k < (walk.gated ? 2 : 1); ++k) {
+      for (int64_t k = 0; k < spans; ++k) {
         const int64_t at = p.a + k * walk.block;
         T* part = z_output.defined() ? z_output.place(at, z_buffer[k]) : z_buffer[k];
-        add_bias(x_input.read(at, p.n, z_buffer[k]), bias + (at - p.row * x_width), part, p.n);
-        if (z_output.defined()) z_output.write(at, p.n, part);
+        add_bias(x_input.read(at, n, z_buffer[k]), bias + (at - p.row * x_width), part, n);
+        if (z_output.defined()) z_output.write(at, n, part);
         parts[k] = part;
+      }
+      if (walk.sorted) {
+        sort_blocks(parts[0], walk.block, p.n, sorted_buffer[0], sorted_buffer[1]);
+        parts[0] = sorted_buffer[0];
+        parts[1] = sorted_buffer[1];
       }
       T* result = y_output.place(p.y, y_buffer);
       forward(spec, parts[0], parts[1], result, p.n);

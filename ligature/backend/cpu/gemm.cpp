@@ -10,12 +10,22 @@ using at::Tensor;
 using kernels::GemmDesc;
 using kernels::LinearGemm;
 
+/// An operand as it is, or as a copy would be.
+Matrix operand(const Tensor& t) {
+  if (!needs_copy(t)) return Matrix(t);
+  Matrix m;
+  m.dtype = t.scalar_type();
+  m.columns = t.size(-1);
+  m.rows = kernels::row_count(t);
+  return m.copied();
+}
+
 Product product_of(const GemmDesc& d) {
-  const Matrix a(d.a), b(d.b);
+  const Matrix a = operand(d.a), b = operand(d.b);
   const Matrix add(d.accumulate ? *d.out : d.add);
   switch (d.kind) {
     case LinearGemm::Forward:
-      return {a, b, Matrix(d.bias), add, d.alpha};
+      return {a, b, operand(d.bias), add, d.alpha};
     case LinearGemm::InputGrad:
       return {a, b.transposed(), {}, add, d.alpha};
     case LinearGemm::WeightGrad:
@@ -42,7 +52,13 @@ bool pays(const GemmDesc& d, const Product& product) {
 
 Tensor gemm(const GemmDesc& d) {
   const Product product = product_of(d);
-  if (!pays(d, product) || !has_memory(product)) return {};
+  if (!pays(d, product)) return {};
+  if (needs_copy(d.a) || needs_copy(d.b) || needs_copy(d.bias)) {
+    const Tensor a = d.a.contiguous(), b = needs_copy(d.b) ? d.b.contiguous() : d.b,
+                 bias = d.bias.defined() ? d.bias.contiguous() : d.bias;
+    return gemm({d.kind, a, b, bias, d.add, d.alpha, d.out, d.accumulate});
+  }
+  if (!has_memory(product)) return {};
   Tensor out = d.out == nullptr ? new_result(d) : *d.out;
   multiply(product, Matrix::of_result(out));
   return out;

@@ -5,16 +5,18 @@
 #include "ligature/backend/cpu/product.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
 
+#include "ligature/backend/cpu/product_scratch.h"
 #include "ligature/backend/cpu/product_tile.h"
+#include "ligature/backend/cpu/products.h"
 #include "ligature/backend/cpu/shared_tasks.h"
 
 namespace ligature::cpu {
 namespace {
 
-constexpr int64_t kMinSize = 16;          // what packing costs less than it gains
+constexpr int64_t kFewUnits = 128;  // of k: products.h is faster
+// A column less than a vector is not worth it. Of a vector and a matrix in float, MKL is faster.
+constexpr int64_t kMinColumns = 16, kMinSizeFloat = 2;
 constexpr int64_t kMaxUnits = 4096;       // of k: 512 KiB of b, half a cache
 constexpr int64_t kBlockUnits = 3 << 19;  // of a, packed at a time: 6 MiB
 constexpr int64_t kOwnUnits = 1 << 15;    // of a: each thread packs them for itself
@@ -23,36 +25,8 @@ constexpr int64_t kPackedUnits = 1 << 14;
 constexpr int64_t kMultiplies = 1 << 18;
 constexpr int64_t kTasksPerThread = 8;  // what the last one to be done may keep others waiting
 constexpr int64_t kPanelsPerTask = 8;   // of rows, with which packing b is repaid
-// Multiplications from which on oneDNN is faster in bfloat16.
-constexpr int64_t kMostBFloat16 = 1 << 25;
-
-/// Memory that a thread keeps from call to call.
-class Scratch {
- public:
-  uint32_t* get(int64_t units) {
-    if (units > size_) {
-      const size_t bytes = static_cast<size_t>(units) * sizeof(uint32_t);
-      data_.reset();
-      data_.reset(static_cast<uint32_t*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)));
-      size_ = data_ == nullptr ? 0 : units;
-      if (data_ == nullptr) throw std::bad_alloc();
-    }
-    return data_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(uint32_t* p) const { std::free(p); }
-  };
-  std::unique_ptr<uint32_t, Free> data_;
-  int64_t size_ = 0;
-};
 
 bool is_bfloat16(const Matrix& m) { return m.dtype == at::kBFloat16; }
-
-ProductSide side_of(const Matrix& m) {
-  return {m.data, m.row_stride, m.column_stride, is_bfloat16(m)};
-}
 
 ProductMatrix place_of(const Matrix& m) { return {m.data, m.row_stride, is_bfloat16(m)}; }
 
@@ -141,6 +115,25 @@ Matrix Matrix::transposed() const {
   return out;
 }
 
+Matrix Matrix::copied() const {
+  Matrix out = *this;
+  out.row_stride = columns;
+  out.column_stride = 1;
+  return out;
+}
+
+bool needs_copy(const Tensor& t) {
+  if (!t.defined() || t.layout() != at::kStrided || t.dim() == 0 || t.is_neg() || t.is_conj()) {
+    return false;
+  }
+  if (t.dim() != 2) return !t.is_contiguous();
+  return t.stride(0) != 1 && t.stride(1) != 1;
+}
+
+ProductSide side_of(const Matrix& m) {
+  return {m.data, m.row_stride, m.column_stride, is_bfloat16(m)};
+}
+
 bool can_multiply(const Product& p) {
   const at::ScalarType dtype = p.a.dtype;
   if (dtype != at::kFloat && dtype != at::kBFloat16) return false;
@@ -159,11 +152,16 @@ bool has_memory(const Product& p) {
   return has(p.a) && has(p.b) && has(p.bias) && has(p.add);
 }
 
+bool gains_by_multiply(at::ScalarType dtype, int64_t m, int64_t n, int64_t k) {
+  if (dtype != at::kFloat && dtype != at::kBFloat16) return false;
+  const bool bfloat16 = dtype == at::kBFloat16;
+  if (!has_product_tiles(bfloat16) || !gains_by_product_tiles()) return false;
+  return std::min(m, k) >= (bfloat16 ? 1 : kMinSizeFloat) && n >= kMinColumns &&
+         ProductSide{.bfloat16 = bfloat16}.units(k) <= kMaxUnits;
+}
+
 bool runs_multiply(const Product& p) {
-  if (!can_multiply(p) || !gains_by_product_tiles()) return false;
-  const int64_t m = p.a.rows, n = p.b.rows, k = p.a.columns;
-  if (std::min({m, n, k}) < kMinSize || side_of(p.a).units(k) > kMaxUnits) return false;
-  return p.a.dtype == at::kFloat || m <= kMostBFloat16 / n / k;
+  return can_multiply(p) && gains_by_multiply(p.a.dtype, p.a.rows, p.b.rows, p.a.columns);
 }
 
 bool runs_multiply(const Product& p, const Matrix& out) {
@@ -175,6 +173,9 @@ void multiply(const Product& p, const Matrix& out) {
   const ProductTerms terms{place_of(out), place_of(p.add), place_of(p.bias),
                            static_cast<float>(p.alpha)};
   const int64_t row_units = padded(a.units(p.a.columns));
+  if (p.a.rows <= kTileRows || row_units <= kFewUnits) {
+    return multiply({{a, b, terms, p.a.rows, p.b.rows, p.a.columns}});
+  }
   const Parts blocks(p.a.rows, std::max<int64_t>(256, kBlockUnits / row_units));
   for (int64_t i = 0; i < blocks.count; ++i) {
     multiply_rows(a, b, {blocks.begin(i), blocks.size(i), p.b.rows, p.a.columns}, terms);

@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "ligature/backend/cpu/product_tile.h"
+
 namespace ligature::cpu {
 
 using at::Tensor;
@@ -19,6 +21,8 @@ struct Matrix {
   static Matrix of_result(const Tensor& t);
 
   Matrix transposed() const;
+  /// As if its elements had been copied.
+  Matrix copied() const;
   bool defined() const { return dtype != at::ScalarType::Undefined; }
 
   void* data = nullptr;
@@ -28,6 +32,10 @@ struct Matrix {
   bool valid = true;
 };
 
+/// Is it one that a copy would make a valid Matrix with a stride of 1?
+bool needs_copy(const Tensor& t);
+ProductSide side_of(const Matrix& m);
+
 /// alpha * a b^T + bias + add, for a [m, k] and b [n, k] of one dtype.
 struct Product {
   Matrix a, b;
@@ -36,6 +44,9 @@ struct Product {
   double alpha = 1.0;
 };
 
+/// The rule: are tiles the faster way to a result [m, n] of sums of k, operands of this dtype? It
+/// is the same for a GEMM alone and for that of a group, so their bits are too.
+bool gains_by_multiply(at::ScalarType dtype, int64_t m, int64_t n, int64_t k);
 /// Can `multiply` do it?
 bool can_multiply(const Product& product);
 /// Is everything that it would read there?
