@@ -70,6 +70,15 @@ void check(const Case& c) {
                tolerance_of_sum(c.dtype, rows));
   expect_close(all.dscales, all_wanted.dscales, c.scales_dtype, c.where() + " dscales",
                tolerance_of_sum(c.scales_dtype, n));
+  for (const bool in_place : {false, true}) {
+    const Tensor own_dy = in_place ? dy.clone() : dy, own_x = in_place ? x.clone() : x;
+    const auto both = kernels::activation_recompute_scaled(own_dy, own_x, c.spec, scales, true,
+                                                           in_place, in_place);
+    const std::string how = c.where() + (in_place ? " in place" : "");
+    expect_same_bits(both.y, kernels::activation_forward(x, c.spec, scales), how + " scaled y");
+    expect_same_bits(both.dx, all.dx, how + " scaled dx beside y");
+    expect_same_bits(both.dscales, all.dscales, how + " dscales beside y");
+  }
   const auto again = kernels::activation_backward(dy, x, c.spec, scales, true, true);
   expect_same_bits(again.dbias, all.dbias, c.where() + " dbias again");
   expect_same_bits(again.dscales, all.dscales, c.where() + " dscales again");

@@ -56,4 +56,54 @@ ActivationRecompute activation_recompute(const Tensor& dy_, const Tensor& x_,
   return result;
 }
 
+ActivationRecompute activation_recompute_scaled(const Tensor& dy_, const Tensor& x_,
+                                                const ActivationSpec& spec, const Tensor& scales_,
+                                                bool need_dscales, bool over_dy, bool over_x) {
+  const DeviceGuard guard(x_.device());
+  const at::ScalarType read = dy_.scalar_type() == x_.scalar_type() ? x_.scalar_type() : at::kFloat;
+  const Tensor dy = cast(dy_, read).contiguous(), x = cast(x_, read).contiguous();
+  const Tensor scales = serve(scales_).contiguous();
+  const bool gated = kernels::is_gated(spec.kind);
+  at::DimVector shape(x.sizes());
+  if (gated) shape.back() /= 2;
+
+  ActivationRecompute result;
+  result.y = over_dy ? dy.view(shape) : empty_on(shape, x.scalar_type(), x.device());
+  result.dx = over_x ? x : empty_as(x);
+  ActivationRecomputeScaledArgs args;
+  args.columns = shape.back();
+  args.rows = scales.numel();
+  args.dy = dy.const_data_ptr();
+  args.x = x.const_data_ptr();
+  args.scales = scales.const_data_ptr();
+  args.y = result.y.mutable_data_ptr();
+  args.dx = result.dx.mutable_data_ptr();
+  args.type = type_of(x);
+  args.scales_type = type_of(scales);
+  args.params = params_of(spec);
+  const ColumnGrid grid = activation_recompute_scaled_grid(args, need_dscales, sm_count(x));
+  const Stream stream = stream_of(x);
+  Tensor partials;
+  if (need_dscales) {
+    result.dscales = empty_as(scales);
+    partials = small_on({args.rows, grid.warps_across}, at::kFloat, x.device());
+    args.dscales_partials = static_cast<float*>(partials.data_ptr());
+    if (x.numel() == 0) result.dscales.zero_();
+  }
+  gated ? launch<&launch_activation_recompute_scaled_gated>("activation_recompute", stream, args,
+                                                            grid)
+        : launch<&launch_activation_recompute_scaled_plain>("activation_recompute", stream, args,
+                                                            grid);
+  if (need_dscales) {
+    const PartialSums dscales{args.dscales_partials, result.dscales.mutable_data_ptr(),
+                              args.scales_type};
+    launch<&launch_sum_row_partials>("activation_recompute: dscales", stream, dscales, args.rows,
+                                     grid.warps_across);
+    result.dscales = cast(result.dscales, scales_.scalar_type());
+  }
+  result.y = cast(result.y, x_.scalar_type());
+  result.dx = cast(result.dx, x_.scalar_type());
+  return result;
+}
+
 }  // namespace ligature::cuda

@@ -14,4 +14,8 @@ ActivationRecompute activation_recompute(const Tensor& dy, const Tensor& x,
                                          const ActivationSpec& spec, bool need_dbias, bool over_dy,
                                          bool over_x);
 
+ActivationRecompute activation_recompute_scaled(const Tensor& dy, const Tensor& x,
+                                                const ActivationSpec& spec, const Tensor& scales,
+                                                bool need_dscales, bool over_dy, bool over_x);
+
 }  // namespace ligature::cuda

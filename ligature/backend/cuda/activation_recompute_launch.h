@@ -26,4 +26,27 @@ void launch_activation_recompute_plain(const ActivationRecomputeArgs& args, cons
 void launch_activation_recompute_gated(const ActivationRecomputeArgs& args, const ColumnGrid& grid,
                                        Stream stream);
 
+/// The same with a scale per row: y = scales * act(x).
+struct ActivationRecomputeScaledArgs {
+  int64_t rows = 0, columns = 0;
+  const void* dy = nullptr;
+  const void* x = nullptr;
+  const void* scales = nullptr;       // [rows]
+  void* y = nullptr;                  // may be dy
+  void* dx = nullptr;                 // may be x
+  float* dscales_partials = nullptr;  // [rows, grid.warps_across], null: not wanted
+  Type type = Type::Float32;          // of dy, x, y and dx
+  Type scales_type = Type::Float32;
+  ActivationParams params;
+};
+
+/// `sums`: dscales will be wanted.
+ColumnGrid activation_recompute_scaled_grid(const ActivationRecomputeScaledArgs& args, bool sums,
+                                            int sm_count);
+
+void launch_activation_recompute_scaled_plain(const ActivationRecomputeScaledArgs& args,
+                                              const ColumnGrid& grid, Stream stream);
+void launch_activation_recompute_scaled_gated(const ActivationRecomputeScaledArgs& args,
+                                              const ColumnGrid& grid, Stream stream);
+
 }  // namespace ligature::cuda

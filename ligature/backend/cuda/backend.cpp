@@ -9,9 +9,11 @@
 #include "ligature/backend/cuda/dropout.h"
 #include "ligature/backend/cuda/gated_linear.h"
 #include "ligature/backend/cuda/gemm.h"
+#include "ligature/backend/cuda/grouped_gemm.h"
 #include "ligature/backend/cuda/launch_scope.h"
 #include "ligature/backend/cuda/norm.h"
 #include "ligature/backend/cuda/quantize.h"
+#include "ligature/backend/cuda/routing.h"
 #include "ligature/backend/cuda/runs.h"
 
 namespace ligature::cuda {
@@ -162,6 +164,7 @@ const kernels::Backend kBackend{
     .activation_forward_ = activation_forward_,
     .activation_backward = activation_backward,
     .activation_recompute = activation_recompute,
+    .activation_recompute_scaled = activation_recompute_scaled,
     .bias_forward = bias_forward,
     .bias_backward = bias_backward,
     .has_dropout = computes_in,
@@ -169,6 +172,17 @@ const kernels::Backend kBackend{
     .dropout_backward = dropout_backward,
     .gemm = gemm,
     .gemm_name = gemm_name,
+    .grouped_gemm = grouped_gemm,
+    .grouped_note =
+        "the kernels for groups of rows and for routing have been compiled, and not been "
+        "run on a GPU yet",
+    .grouped_gemm_name = grouped_gemm_name,
+    .grouped_bias_grad = grouped_bias_grad,
+    .grouped_scale_grad = grouped_scale_grad,
+    .route = route,
+    .dispatch_rows = dispatch_rows,
+    .combine_rows = combine_rows,
+    .combine_weights_grad = combine_weights_grad,
     .quantize = quantize,
     .update_amax = [](const Tensor& x, Tensor& amax) { update_amax(x, amax); },
     .update_quantized_amax = [](const QuantizedMatrix& q, const Format& format,

@@ -13,6 +13,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
+int64_t least_rows(int lanes) { return int64_t{4} * (kColumnThreads / lanes); }
+
 ColumnGrid column_grid(int64_t rows, int64_t columns, int piece, bool sums, int sm_count) {
   ColumnGrid grid;
   grid.piece = piece;
@@ -27,8 +29,7 @@ ColumnGrid column_grid(int64_t rows, int64_t columns, int piece, bool sums, int 
   grid.warps_across = ceil_div(threads, 32);
   // A few rows for each thread at least; with sums all blocks at once, since they take equally
   // long.
-  const int64_t least = 4 * (kColumnThreads / grid.lanes);
-  grid.down = ceil_div(rows, least);
+  grid.down = ceil_div(rows, least_rows(grid.lanes));
   if (sums) {
     const int64_t at_once = std::max<int64_t>(kColumnBlocks * int64_t{sm_count} / grid.across, 1);
     grid.down = std::min(grid.down, at_once);

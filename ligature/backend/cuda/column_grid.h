@@ -13,6 +13,9 @@ struct ColumnGrid {
   int64_t warps_across = 0;  // sums over columns leave as many partial ones
 };
 
+/// Rows that a block has at least, with so many lanes.
+int64_t least_rows(int lanes);
+
 /// `sums`: a block takes as many rows as it can, to leave few partial sums over rows.
 ColumnGrid column_grid(int64_t rows, int64_t columns, int piece, bool sums, int sm_count);
 

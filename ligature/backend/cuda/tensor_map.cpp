@@ -47,4 +47,19 @@ bool encode_boxes(CUtensorMap* map, const void* data, int64_t rows, int64_t colu
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+bool encode_stack(CUtensorMap* map, const void* data, int64_t matrices, int64_t stride,
+                  int64_t rows, int64_t columns, int box_rows) {
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(matrices)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(columns * 2),
+                                 static_cast<cuuint64_t>(stride * 2)};
+  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  return has_tensor_maps() &&
+         encode()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides,
+                  box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 }  // namespace ligature::cuda

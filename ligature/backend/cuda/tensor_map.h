@@ -16,4 +16,9 @@ bool has_tensor_maps();
 bool encode_boxes(CUtensorMap* map, const void* data, int64_t rows, int64_t columns, int box_rows,
                   int element_bytes);
 
+/// The same of `matrices` of them in bfloat16, each `stride` elements behind the one before: a box
+/// lies in one matrix, and what it has beyond that one is zero.
+bool encode_stack(CUtensorMap* map, const void* data, int64_t matrices, int64_t stride,
+                  int64_t rows, int64_t columns, int box_rows);
+
 }  // namespace ligature::cuda

@@ -97,6 +97,16 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
       : "memory");
 }
 
+/// Of a stack of matrices; z counts them.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int x, int y, int z,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
 /// To the same place in all blocks of `mask`, each block's own barrier counting its bytes.
 __device__ __forceinline__ void copy_box_to_all(uint32_t to, const CUtensorMap* map, int x, int y,
                                                 uint32_t barrier, uint16_t mask) {
@@ -197,6 +207,13 @@ __device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b
                : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(BTurned ? 1 : 0));
 }
 
+/// Of bfloat16, both across k.
+__device__ __forceinline__ void multiply_across(float (&d)[128], uint64_t a, uint64_t b, bool add) {
+  asm volatile(LIGATURE_MULTIPLY("k16.f32.bf16.bf16", ", 1, 1")
+               : LIGATURE_ALL
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
 /// Of E4M3 codes, both along k.
 __device__ __forceinline__ void multiply_codes(float (&d)[128], uint64_t a, uint64_t b, bool add) {
   asm volatile(LIGATURE_MULTIPLY("k32.f32.e4m3.e4m3", "")
@@ -223,6 +240,17 @@ __device__ __forceinline__ uint4 load_shared(uint32_t from) {
                : "r"(from)
                : "memory");
   return v;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t to, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
+/// What this thread wrote to shared memory is there for products and copies that come after.
+__device__ __forceinline__ void publish_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // What passes through once; nothing is read (0) or written unless `inside`.
