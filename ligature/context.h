@@ -105,6 +105,8 @@ struct Contexts : std::enable_shared_from_this<Contexts> {
   auto end() const { return all.end(); }
 
   std::vector<OperationContext> all;
+  /// The call's kernels may not wait for a device, in backward too.
+  bool no_sync = false;
   /// Set while a backward step runs that may release saved tensors.
   SavedValues* holder = nullptr;
 };

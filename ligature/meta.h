@@ -41,6 +41,8 @@ struct InferArgs {
   at::ArrayRef<std::optional<ValueMeta>> extra_inputs;  ///< empty entry: not known yet
   bool training = true;
   std::optional<at::ScalarType> autocast_dtype;
+  /// Of the extra inputs those that the caller gave, else undefined; or none at all.
+  at::ArrayRef<Tensor> extra_values = {};
 };
 
 /// What an operation of this dtype computes in under autocast; float64 is left alone, as in torch.

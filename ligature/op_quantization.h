@@ -30,15 +30,17 @@ void note_graph_writes(at::TensorList weights);
 /// A weight in low precision, made once per version of the parameter.
 class WeightCache : public std::enable_shared_from_this<WeightCache> {
  public:
-  /// The weight as it was quantized last, or quantized anew when it has changed.
-  QuantizedPtr get(const Tensor& weight, const Quantizer& quantizer, Usage usage);
+  /// The weight as it was quantized last, or quantized anew when it has changed. `owner`: whose
+  /// part it is, if it is a view that is made for each call.
+  QuantizedPtr get(const Tensor& weight, const Quantizer& quantizer, Usage usage,
+                   const Tensor& owner);
   void clear();
   /// Is this a part of what it keeps?
   bool keeps(const Tensor& part);
 
  private:
   /// What the counters say; a write that they miss is found by the hash.
-  bool holds(const Tensor& weight, Usage usage) const;
+  bool holds(const Tensor& weight, Usage usage, const Tensor& owner) const;
   bool has_factor_of(const Quantizer& quantizer) const;
 
   std::mutex mutex_;
@@ -60,12 +62,24 @@ class WeightCache : public std::enable_shared_from_this<WeightCache> {
   QuantizedPtr quantized_;
 };
 
+/// Those of one operation: one weight, or one of each group.
+class WeightCaches {
+ public:
+  explicit WeightCaches(size_t count);
+  WeightCache& operator[](size_t i) { return *all_[i]; }
+  void clear();
+  bool keeps(const Tensor& part) const;
+
+ private:
+  std::vector<std::shared_ptr<WeightCache>> all_;
+};
+
 struct OpQuantization {
   RecipePtr recipe;                                 ///< the first of those with its plan key
   std::vector<std::shared_ptr<Quantizer>> forward;  ///< null entries stay in high precision
   std::vector<std::shared_ptr<Quantizer>> backward;
-  /// Shared by the recipes of an operation that quantize its weight alike.
-  std::shared_ptr<WeightCache> weight = std::make_shared<WeightCache>();
+  /// Shared by the recipes of an operation that quantize its weights alike.
+  std::shared_ptr<WeightCaches> weights;
 
   bool is_delayed = false;  ///< is the recipe DelayedScaling?
 

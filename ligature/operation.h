@@ -35,7 +35,16 @@ using BasicOpPtr = std::shared_ptr<BasicOperation>;
 struct OpKwargs {
   PlainState values;
   std::vector<std::string> names;  ///< all names given, also of values that only `bound` holds
-  BoundPtr bound;                  ///< a binding's own form of them
+  std::vector<std::pair<std::string, Tensor>> tensors;  ///< those that are tensors
+  BoundPtr bound;                                       ///< a binding's own form of them
+
+  /// The tensor of this name; undefined if there is none.
+  Tensor tensor(const std::string& name) const {
+    for (const auto& [own, value] : tensors) {
+      if (own == name) return value;
+    }
+    return {};
+  }
 };
 
 /// What one basic operation is given in forward.
@@ -171,6 +180,14 @@ class BasicOperation : public FusibleOperation {
   virtual size_t num_extra_outputs() const { return 0; }
   /// Does it overwrite this extra input?
   virtual bool writes_extra_input(size_t /*index*/) const { return false; }
+  /// Is this extra input sizes or indices: integers, which have no gradient?
+  virtual bool extra_input_is_integer(size_t /*index*/) const { return false; }
+  /// A value for such an extra input, to check the operation with an input like this.
+  virtual Tensor example_extra_input(size_t /*index*/, const ValueMeta& /*input*/) const {
+    return {};
+  }
+  /// May this extra input be on another device than the input?
+  virtual bool extra_input_may_be_elsewhere(size_t /*index*/) const { return false; }
   /// Does it compute with this parameter in low precision too? Others are given plain values.
   virtual bool takes_quantized_parameter(size_t /*index*/) const { return false; }
   /// May its backward overwrite the gradient of this extra output?
@@ -231,6 +248,9 @@ class BasicOperation : public FusibleOperation {
   /// Begins anew with a recipe: factors of 1, no history.
   void reset_recipe_state(const RecipePtr& recipe, at::Device device);
   BasicOperation* recipe_state_owner() override { return this; }
+  /// Does its first quantizer quantize the whole input, and so the gradient of its output? The
+  /// operation beside it may then do it.
+  virtual bool quantizes_input_whole() const { return true; }
   /// Does it behave differently in training and in evaluation?
   virtual bool uses_training() const { return false; }
   virtual bool accepts_kwarg(const std::string& /*name*/) const { return false; }

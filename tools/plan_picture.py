@@ -17,7 +17,7 @@ def picture() -> str:
             te.ops.SwiGLU(),
             te.ops.Linear(512, 256),
         )
-    return mlp.explain((8, 256)).svg()  # few rows: then every processor has the same plan
+    return mlp.explain((1, 256)).svg()  # one row: then every processor has the same plan
 
 
 if __name__ == "__main__":

@@ -127,8 +127,9 @@ int64_t structure_of(const Layout& layout, const Plan& plan) {
 /// A weight that an operation keeps in low precision is not given away: a graph may write into its
 /// own tensors when it needs them no more.
 bool is_kept_by_operation(const Plan& plan, const Tensor& tensor) {
-  return std::any_of(plan.quantizations.begin(), plan.quantizations.end(),
-                     [&](const auto& own) { return own != nullptr && own->weight->keeps(tensor); });
+  return std::any_of(plan.quantizations.begin(), plan.quantizations.end(), [&](const auto& own) {
+    return own != nullptr && own->weights->keeps(tensor);
+  });
 }
 
 void make_own(std::vector<Tensor>& results, const Arguments& arguments, const Plan& plan) {

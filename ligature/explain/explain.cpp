@@ -156,6 +156,25 @@ bool has_emulated(const Trace& trace) {
          std::any_of(trace.backward.begin(), trace.backward.end(), emulated);
 }
 
+/// Nothing where no operation can make the host wait: none takes what it may have to read.
+std::optional<int64_t> host_syncs(const Plan& plan, const Trace& trace) {
+  const auto may_wait = [](const BasicOpPtr& op) {
+    for (size_t i = 0; i < op->num_extra_inputs(); ++i) {
+      if (op->extra_input_may_be_elsewhere(i)) return true;
+    }
+    return false;
+  };
+  if (std::none_of(plan.basic_ops.begin(), plan.basic_ops.end(), may_wait)) return std::nullopt;
+  int64_t count = 0;
+  for (const auto* steps : {&trace.forward, &trace.backward}) {
+    for (const TracedStep& step : *steps) {
+      count += std::count_if(step.kernels.begin(), step.kernels.end(),
+                             [](const kernels::KernelCall& call) { return call.syncs; });
+    }
+  }
+  return count;
+}
+
 }  // namespace
 
 ExplainedPart explain_plan(const Plan& plan, const Trace& trace) {
@@ -187,6 +206,7 @@ ExplainedPart explain_plan(const Plan& plan, const Trace& trace) {
   part.forward = explain_steps(plan.forward, trace.forward);
   part.backward = explain_steps(plan.backward, trace.backward);
   part.considered = explain_considered(plan);
+  part.host_syncs = host_syncs(plan, trace);
   return part;
 }
 

@@ -78,6 +78,8 @@ struct ExplainedPart {
   std::vector<ExplainedStep> backward;  ///< in forward order; they run from the last to the first
   std::vector<ExplainedFusion> considered;
   std::string note;  ///< what could not be told, and why
+  /// How often the host waits for the device in one call; none where no operation can make it wait.
+  std::optional<int64_t> host_syncs;
 
   bool is_fuser() const { return module.empty(); }
   int64_t saved_bytes() const;

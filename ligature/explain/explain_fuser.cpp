@@ -15,6 +15,7 @@
 #include "ligature/explain/tracer.h"
 #include "ligature/fuser/builtin_scope.h"
 #include "ligature/fuser/fuser.h"
+#include "ligature/kernels/backend.h"
 
 namespace ligature {
 namespace {
@@ -169,7 +170,9 @@ ExplainedCall OperationFuser::explain_call(Call&& given, const std::optional<Sit
   }
   call.input = without_memory(situation.input);
   for (const auto& extra : situation.extra_inputs) {
-    call.extra_inputs.push_back(without_memory(extra));
+    // One that the host can read, beside an input on a device, stays one.
+    const bool of_host = extra.meta.device.is_cpu() && !situation.input.meta.device.is_cpu();
+    call.extra_inputs.push_back(of_host ? with_memory(extra) : without_memory(extra));
   }
   call.autocast_dtype = situation.autocast_dtype;
 
@@ -201,6 +204,10 @@ ExplainedCall OperationFuser::explain_call(Call&& given, const std::optional<Sit
   }
   out.part = explain_plan(*plan, static_cast<const Tracer&>(*seen).trace());
   out.seen = std::move(seen);
+  const auto* backend = kernels::own_backend(situation.input.meta.device.type());
+  if (out.part.host_syncs && backend != nullptr && backend->grouped_note != nullptr) {
+    out.part.note += (out.part.note.empty() ? "" : "; ") + std::string(backend->grouped_note);
+  }
   if (!situation.why_high_precision.empty()) {
     if (!out.part.note.empty()) out.part.note += "; ";
     out.part.note += situation.why_high_precision;

@@ -66,7 +66,9 @@ void write(JsonWriter& json, const ExplainedStep& step, bool forward) {
   json.end_array().key("ran").value(step.trace.ran).key("kernels").begin_array();
   for (const auto& kernel : step.trace.kernels) {
     json.begin_object().key("name").value(kernel.name).key("backend").value(kernel.backend);
-    json.key("calls").array(kernel.calls).end_object();
+    json.key("calls").array(kernel.calls);
+    if (kernel.syncs) json.key("syncs").value(true);
+    json.end_object();
   }
   json.end_array().key(forward ? "input" : "grad_output");
   write(json, step.trace.input);
@@ -107,6 +109,8 @@ void write(JsonWriter& json, const ExplainedPart& part) {
   for (const auto& step : part.backward) write(json, step, false);
   json.end_array().key("saved_bytes").value(part.saved_bytes());
   json.key("held_input_bytes").value(part.held_input_bytes());
+  json.key("host_syncs");
+  part.host_syncs ? json.value(*part.host_syncs) : json.null();
   json.key("considered").begin_array();
   for (const auto& fusion : part.considered) {
     json.begin_object().key("pass").value(fusion.pass).key("fusion").value(fusion.fusion);

@@ -33,10 +33,36 @@ Items kernel_items(const TracedStep& trace) {
     for (const auto& call : kernel.calls) calls.push_back(call.substr(call.rfind(':') + 1));
     std::string where = kernel.backend;
     if (!calls.empty()) where += ": " + join(calls, ", ");
+    if (kernel.syncs) where += ", the host waits";
     const bool is_call = kernel.name.rfind("aten::", 0) == 0;
     out.push_back(is_call ? kernel.name : kernel.name + " [" + where + "]");
   }
   if (out.empty()) out.emplace_back("nothing");
+  return out;
+}
+
+/// "weight12" is "weight" and 12; no number: -1.
+std::pair<std::string, int64_t> numbered(const std::string& name) {
+  size_t end = name.size();
+  while (end > 0 && name[end - 1] >= '0' && name[end - 1] <= '9') --end;
+  const size_t digits = name.size() - end;
+  if (digits == 0 || digits > 6) return {name, -1};
+  return {name.substr(0, end), std::stoll(name.substr(end))};
+}
+
+/// Names with numbers that follow each other in one: "weight0 to weight7".
+Items in_runs(const Items& names) {
+  Items out;
+  for (size_t i = 0; i < names.size();) {
+    const auto [stem, first] = numbered(names[i]);
+    size_t end = i + 1;
+    while (first >= 0 && end < names.size() &&
+           numbered(names[end]) == std::pair(stem, first + static_cast<int64_t>(end - i))) {
+      ++end;
+    }
+    out.push_back(end - i > 2 ? names[i] + " to " + names[end - 1] : names[i]);
+    i = end - i > 2 ? end : i + 1;
+  }
   return out;
 }
 
@@ -118,9 +144,17 @@ std::string operations_text(const ExplainedPart& part) {
     const ExplainedOperation& op = part.ops[i];
     std::string lead = "    " + std::string(i < 10 ? " " : "") + std::to_string(i) + " " + op.name;
     std::vector<std::string> facts;
-    for (const auto& parameter : op.parameters) {
-      facts.push_back(parameter.name + " " + to_string(parameter.value) +
-                      (parameter.requires_grad ? "" : " (frozen)"));
+    for (size_t j = 0; j < op.parameters.size();) {
+      const auto text = [&](size_t k) {
+        return to_string(op.parameters[k].value) +
+               (op.parameters[k].requires_grad ? "" : " (frozen)");
+      };
+      Items names{op.parameters[j].name};
+      const std::string value = text(j);
+      while (++j < op.parameters.size() && text(j) == value) {
+        names.push_back(op.parameters[j].name);
+      }
+      for (const std::string& name : in_runs(names)) facts.push_back(name + " " + value);
     }
     for (size_t j = 0; j < op.extra_inputs.size(); ++j) {
       facts.push_back(branch_text(part, op.extra_inputs[j], true, j));
@@ -162,7 +196,7 @@ std::string steps_text(const ExplainedPart& part, bool forward) {
     const Items saved = saved_items(part, step, true);
     const Items kept = saved_items(part, step, false);
     if (!saved.empty()) out += listed("        saves  ", saved, "; ", kWidth);
-    if (!kept.empty()) out += listed("        keeps  ", kept, ", ", kWidth);
+    if (!kept.empty()) out += listed("        keeps  ", in_runs(kept), ", ", kWidth);
   }
   const ExplainedStep& last = forward ? steps.back() : steps.front();
   if (last.trace.ran) out += "      ↓ " + to_string(last.trace.output) + "\n";
@@ -212,6 +246,7 @@ std::string part_text(const ExplainedPart& part) {
     if (held > 0) out += ", and " + bytes_string(held) + " of inputs kept alive";
     out += "\n" + steps_text(part, false);
   }
+  if (part.host_syncs) out += "  host syncs: " + std::to_string(*part.host_syncs) + "\n";
   return out + considered_text(part);
 }
 

@@ -10,6 +10,7 @@
 #include "ligature/fused/forward_linear_bias_activation.h"
 #include "ligature/fused/forward_linear_bias_add.h"
 #include "ligature/fused/forward_linear_scale_add.h"
+#include "ligature/fused/grouped_mlp.h"
 #include "ligature/fuser/registry.h"
 
 namespace ligature {
@@ -46,7 +47,8 @@ bool quantizes_gelu_or_relu(const Match& match, const PlanOptions& options) {
 std::vector<FusionRule> table(Pass pass) {
   switch (pass) {
     case Pass::Joint:
-      return {dense_mlp_with_residual_rule(), dense_mlp_rule()};
+      return {dense_mlp_with_residual_rule(), dense_mlp_rule(), grouped_mlp_with_routing_rule(),
+              grouped_mlp_rule()};
     case Pass::Forward:
       return {in_te_ops(forward_linear_scale_add_rule(), adds_in_place),
               in_te_ops(forward_linear_bias_add_rule(), adds_in_place),

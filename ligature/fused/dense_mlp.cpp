@@ -46,22 +46,10 @@ ToSave keep(const LinearFwdArgs& fwd, const OpArgs& args) {
   return to_save;
 }
 
-/// The input of a linear as its forward had it, in the orientation that its weight's gradient
-/// needs.
-struct RecomputedInput {
-  RecomputedInput(const OperationContext& ctx, const Tensor& scale) {
-    if (ctx.quantization == nullptr || ctx.state.as<LinearState>().calibrating) return;
-    const BackwardOverride given = ctx.quantization->recipe->backward_override();
-    const Quantizer* own = ctx.quantization->forward_quantizer(0);
-    if (own == nullptr || given == BackwardOverride::HighPrecision) return;
-    quantizer = own->again(scale);
-    if (given == BackwardOverride::Dequantized) usage = {true, false};
-  }
-  Target target() const { return {quantizer.get(), usage}; }
-
-  QuantizerPtr quantizer;
-  Usage usage{false, true};
-};
+RecomputedInput recomputed_input(const OperationContext& ctx, const Tensor& scale) {
+  const bool calibrating = ctx.state.as<LinearState>().calibrating;
+  return {calibrating ? nullptr : ctx.quantization.get(), 0, scale};
+}
 
 Tensor sum(const Tensor& a, const Tensor& b) {
   if (!a.defined()) return b;
@@ -230,7 +218,7 @@ FuserBackwardResult DenseMLP::fuser_backward(CtxList ctxs, const Value& grad_out
   Tensor dh;
   {
     const OperationContext& ctx = *ctxs[fc1_.at];
-    const RecomputedInput again(ctx, saved.saved_tensor(kScale1));
+    const RecomputedInput again = recomputed_input(ctx, saved.saved_tensor(kScale1));
     Value h;
     if (needs(fc1_.at).param(0)) {
       const LinearState state = ctx.state.as<LinearState>();
@@ -272,7 +260,7 @@ Value DenseMLP::linear2_and_activation_backward(CtxList ctxs, const Value& dy,
   const bool need_dbias = bias1_ && ctxs[bias1_.at]->requires_grad.param(0);
   const kernels::ActivationSpec spec = saved_spec(*ctxs[activation_.at], activation_->spec());
   const Target dz_target = grad_target(*ctxs[fc1_.at]);
-  const RecomputedInput again(ctx, ctx.saved_tensor(kScale2));
+  const RecomputedInput again = recomputed_input(ctx, ctx.saved_tensor(kScale2));
   const bool one_pass = need_dw && needs_activation.op && !again.quantizer && !dz_target;
   Value a;
   if (need_dw && !one_pass) {

@@ -108,6 +108,7 @@ BackwardRun::~BackwardRun() {
 }
 
 std::vector<Tensor> BackwardRun::run(Value dy, std::vector<Tensor> caller_grads) {
+  const kernels::NoSyncScope no_sync(contexts_.no_sync);
   for (size_t op = 0; plan_.has_extras && op < contexts_.size(); ++op) {
     const auto& outputs = plan_.wiring->outputs[op];
     grad_extra_outputs_[op].resize(outputs.size());

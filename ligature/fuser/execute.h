@@ -25,6 +25,7 @@ struct Call {
   RunObserverPtr observer;           ///< sees each step; null: nobody does
   bool dry = false;                  ///< tensors without memory: nothing may change its state
   bool keep_weights = true;          ///< as in OpArgs
+  bool no_sync = false;              ///< the host may not wait for a device
 
   bool is_training(size_t op) const { return training.empty() || training[op]; }
 };

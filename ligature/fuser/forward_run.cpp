@@ -25,6 +25,8 @@ void share_versions(const FuserForwardResult& result, const Value& x, ArgsList a
       for (const OpArgs& op : args) {
         for (const Tensor& extra : op.extra_inputs) arguments.push_back(&extra);
         for (const Tensor& param : op.params) arguments.push_back(&param);
+        if (op.kwargs == nullptr) continue;
+        for (const auto& [name, tensor] : op.kwargs->tensors) arguments.push_back(&tensor);
       }
     }
     const auto is_argument = [&](const Tensor* argument) { return argument->is_same(t); };
@@ -69,6 +71,8 @@ ForwardRun::ForwardRun(const Plan& plan, const Call& call, const GradPlan& grads
 }
 
 Value ForwardRun::run(SmallBytes* bytes) {
+  contexts_.no_sync = call_.no_sync;
+  const kernels::NoSyncScope no_sync(call_.no_sync);
   check_kwargs();
   Value x = read_input(0, call_.input);
   read_arguments();
@@ -159,14 +163,18 @@ void ForwardRun::check_from(size_t first, const Value& input) {
   InferArgs args{ValueMeta::of(input), {}, {}, true, call_.autocast_dtype};
   std::vector<at::SmallVector<ValueMeta, 1>> produced;
   std::vector<std::optional<ValueMeta>> extras;
+  std::vector<Tensor> values;
   if (plan_.has_extras) produced.resize(plan_.basic_ops.size());
   for (size_t i = first; i < plan_.basic_ops.size(); ++i) {
     if (plan_.has_extras) {
       extras.clear();
+      values.clear();
       for (const Wiring::Input& slot : plan_.wiring->inputs[i]) {
         extras.push_back(known_meta(slot, produced));
+        values.push_back(slot.caller != Wiring::kNone ? call_.extra_inputs[slot.caller] : Tensor());
       }
       args.extra_inputs = extras;
+      args.extra_values = values;
     }
     args.params = args_[i].params;
     args.training = args_[i].training;

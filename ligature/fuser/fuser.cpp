@@ -77,6 +77,17 @@ void OperationFuser::check_layouts(const Call& call) const {
   }
 }
 
+/// May the caller's extra input `k` be on another device than the input?
+bool OperationFuser::may_be_elsewhere(size_t k) const {
+  for (size_t op = 0; op < basic_ops_.size(); ++op) {
+    for (size_t j = 0; j < wiring_->inputs[op].size(); ++j) {
+      if (wiring_->inputs[op][j].caller == k)
+        return basic_ops_[op]->extra_input_may_be_elsewhere(j);
+    }
+  }
+  return false;
+}
+
 void OperationFuser::check_call(const Call& call) const {
   LIGATURE_CHECK_TYPE(call.input.defined(), "[", basic_ops_.front()->label(),
                       "] input must be a tensor, got none");
@@ -90,9 +101,10 @@ void OperationFuser::check_call(const Call& call) const {
   for (size_t k = 0; k < call.extra_inputs.size(); ++k) {
     LIGATURE_CHECK_TYPE(call.extra_inputs[k].defined(), "extra input ", k, " of ",
                         describe(basic_ops_), " must be a tensor, got none");
-    LIGATURE_CHECK(call.extra_inputs[k].device() == call.input.device(), "extra input ", k, " of ",
-                   describe(basic_ops_), " must be on the input's device ",
-                   call.input.device().str(), ", got ", call.extra_inputs[k].device().str());
+    LIGATURE_CHECK(call.extra_inputs[k].device() == call.input.device() || may_be_elsewhere(k),
+                   "extra input ", k, " of ", describe(basic_ops_),
+                   " must be on the input's device ", call.input.device().str(), ", got ",
+                   call.extra_inputs[k].device().str());
   }
   LIGATURE_CHECK_STATE(
       !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
@@ -200,7 +212,11 @@ std::vector<Tensor> OperationFuser::run(Call&& call) {
   const std::string why_high_precision = enter_context(call, call.input.device());
   const GradPlan grads = plan_gradients(call, *wiring_, basic_ops_.size());
   const std::shared_ptr<const Plan> plan = plan_for(key_for(call, grads), true, call.planner);
-  if (StrictScope::active()) StrictScope::check(*plan);
+  if (StrictScope::active()) {
+    StrictScope::check(*plan);
+    call.no_sync = StrictScope::forbids_sync();
+  }
+  call.no_sync = call.no_sync || forbids_sync(options_.strict);
   call.autocast_dtype = autocast_dtype(call.input.device());
   if (plan->has_python_ops) {
     call.observer = observer_of_calls(*plan, call.input.device().type());

@@ -135,6 +135,7 @@ class OperationFuser : public std::enable_shared_from_this<OperationFuser> {
   std::shared_ptr<const Plan> drop_plan(size_t index);
   bool trace_last_call();
   void check_call(const Call& call) const;
+  bool may_be_elsewhere(size_t k) const;
   /// Refuses sparse and nested tensors: operations compute with dense memory.
   void check_layouts(const Call& call) const;
   /// The context of this thread, and why it is not followed: empty when it is.

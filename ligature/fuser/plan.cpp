@@ -131,7 +131,7 @@ bool use_recipe(const Plan& plan, const RecipePtr& recipe, at::Device device) {
 }
 
 void add_quantizers(Plan& plan, BasicOperation& op, OpQuantizationPtr own) {
-  const bool eager = own != nullptr && !plan.options.calibrating;
+  const bool eager = own != nullptr && !plan.options.calibrating && op.quantizes_input_whole();
   // What an operation says of itself comes before what the recipe gives it.
   const auto choose = [&](QuantizerPtr said, auto OpQuantization::* given) -> QuantizerPtr {
     return said == nullptr && eager && !((*own).*given).empty() ? ((*own).*given)[0] : said;

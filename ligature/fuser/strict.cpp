@@ -88,8 +88,13 @@ std::string why_not_fused(const Plan& plan, const std::string& name) {
   return "it was not tried";
 }
 
+bool forbids_sync(const std::vector<std::string>& fusions) {
+  return std::find(fusions.begin(), fusions.end(), kNoSync) != fusions.end();
+}
+
 void check_strict(const Plan& plan, const std::vector<std::string>& fusions) {
   for (const auto& name : fusions) {
+    if (name == kNoSync) continue;
     const std::string reason = why_not_fused(plan, name);
     LIGATURE_CHECK_STATE(reason.empty(), "strict: fusion '", name, "' did not fire for ",
                          describe(plan.basic_ops), ": ", reason);
@@ -106,6 +111,7 @@ struct StrictScope::Demand {
   void see(const Plan& plan);
 
   std::vector<Missing> fusions;
+  bool no_sync = false;
   Where where = Where::Every;
   std::atomic<bool> dropped{false};
 };
@@ -122,7 +128,13 @@ std::vector<std::shared_ptr<StrictScope::Demand>>& StrictScope::demands() {
 
 StrictScope::StrictScope(std::vector<std::string> fusions, Where where)
     : demand_(std::make_shared<Demand>()) {
-  for (auto& name : fusions) demand_->fusions.push_back({std::move(name), false, {}});
+  for (auto& name : fusions) {
+    if (name == kNoSync) {
+      demand_->no_sync = true;
+    } else {
+      demand_->fusions.push_back({std::move(name), false, {}});
+    }
+  }
   demand_->where = where;
   demands().push_back(demand_);
 }
@@ -130,6 +142,12 @@ StrictScope::StrictScope(std::vector<std::string> fusions, Where where)
 StrictScope::~StrictScope() { demand_->dropped = true; }
 
 bool StrictScope::active() { return !demands().empty(); }
+
+bool StrictScope::forbids_sync() {
+  const auto& all = demands();
+  return std::any_of(all.begin(), all.end(),
+                     [](const auto& one) { return one->no_sync && !one->dropped; });
+}
 
 void StrictScope::check(const Plan& plan) {
   const auto all = demands();

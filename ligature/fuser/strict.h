@@ -9,6 +9,10 @@
 
 namespace ligature {
 
+/// Among the names of fusions: forward and backward may not wait for a device.
+inline constexpr const char* kNoSync = "no host sync";
+bool forbids_sync(const std::vector<std::string>& fusions);
+
 /// Throws unless the plan took every fusion named, by the fusion's name or by that of the operation
 /// it makes. A fusion of the backward pass is not asked for where no backward runs.
 void check_strict(const Plan& plan, const std::vector<std::string>& fusions);
@@ -32,6 +36,8 @@ class StrictScope {
   void finish() const;
 
   static bool active();
+  /// Does one that lives forbid that the host waits?
+  static bool forbids_sync();
   /// A fuser of this thread is about to run a plan.
   static void check(const Plan& plan);
 

@@ -29,6 +29,10 @@ MainGradLookup& main_grad_lookup() {
 
 void set_main_grad_lookup(MainGradLookup lookup) { main_grad_lookup() = std::move(lookup); }
 
+MainGrad find_main_grad(const BasicOperation& op, const Tensor& weight) {
+  return main_grad_lookup() ? main_grad_lookup()(op, weight) : MainGrad();
+}
+
 void check_main_grad(const BasicOperation& op, const Tensor& weight, const Tensor& buffer) {
   LIGATURE_CHECK_TYPE(buffer.layout() == at::kStrided && is_input_dtype(buffer.scalar_type()), "[",
                       op.label(),
@@ -125,6 +129,27 @@ Value delayed_weight(const Value& weight, const Target& target, at::ScalarType d
 
 }  // namespace
 
+Value weight_operand(const Value& weight, const Target& target, at::ScalarType dtype,
+                     WeightCache* cache, const Tensor& owner) {
+  if (!target || (weight.is_quantized() && target.quantizer->delayed == nullptr)) {
+    return quantize_to(weight, target, dtype);
+  }
+  if (weight.is_quantized()) return delayed_weight(weight, target, dtype);
+  const Usage usage = target.usage_on(weight.device());
+  return cache != nullptr ? cache->get(weight.tensor(), *target.quantizer, usage, owner)
+                          : target.quantizer->quantize(weight.tensor(), usage);
+}
+
+RecomputedInput::RecomputedInput(const OpQuantization* quantization, size_t index,
+                                 const Tensor& scale) {
+  if (quantization == nullptr) return;
+  const BackwardOverride given = quantization->recipe->backward_override();
+  const Quantizer* own = quantization->forward_quantizer(index);
+  if (own == nullptr || given == BackwardOverride::HighPrecision) return;
+  quantizer = own->again(scale);
+  if (given == BackwardOverride::Dequantized) usage = {true, false};
+}
+
 LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& args) const {
   LinearFwdArgs out;
   out.dtype = compute_dtype(args);
@@ -146,15 +171,9 @@ LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& ar
       out.dtype);
   const Target target{quantization->forward_quantizer(1),
                       recipe.quantized_usage({true, args.requires_grad.input})};
-  if (target && !weight.is_quantized()) {
-    const Usage usage = target.quantizer->usage_for(target.usage, input.device());
-    out.w = args.keep_weights ? quantization->weight->get(args.params[0], *target.quantizer, usage)
-                              : target.quantizer->quantize(args.params[0], usage);
-  } else if (target && target.quantizer->delayed != nullptr) {
-    out.w = delayed_weight(weight, target, out.dtype);
-  } else {
-    out.w = quantize_to(weight, target, out.dtype);
-  }
+  const bool keeps = args.keep_weights && quantization->weights != nullptr;
+  out.w = weight_operand(weight, target, out.dtype, keeps ? &(*quantization->weights)[0] : nullptr,
+                         args.params[0]);
   return out;
 }
 
@@ -321,8 +340,8 @@ Tensor BasicLinearImpl::weight_grad(const LinearBwdArgs& args, const OperationCo
   MainGrad main = main_grad_;
   if (!main.buffer.defined() && args.dy.device().is_meta()) {
     main.buffer = at::empty_like(weight);  // nothing is computed, so nothing is added up
-  } else if (!main.buffer.defined() && main_grad_lookup()) {
-    main = main_grad_lookup()(*this, weight);
+  } else if (!main.buffer.defined()) {
+    main = find_main_grad(*this, weight);
   }
   LIGATURE_CHECK_STATE(main.buffer.defined(), "[", label(),
                        "] accumulate_into_main_grad is set, but the weight has no main_grad");

@@ -60,6 +60,22 @@ struct LinearGrads {
   Tensor dbias;  ///< in the compute dtype
 };
 
+/// A weight as a GEMM of forward is given it: in the target's format, where there is one; from
+/// `cache`, if not null, while `owner`, the parameter that it is or is a part of, stays as it is.
+Value weight_operand(const Value& weight, const Target& target, at::ScalarType dtype,
+                     WeightCache* cache, const Tensor& owner);
+
+/// The input of a linear as its forward had it, made again in backward: its format, in the
+/// orientation that the weight's gradient needs. No target where that computes in high precision.
+struct RecomputedInput {
+  /// `quantization` may be null. `scale`: that of delayed scaling in forward.
+  RecomputedInput(const OpQuantization* quantization, size_t index, const Tensor& scale);
+  Target target() const { return {quantizer.get(), usage}; }
+
+  QuantizerPtr quantizer;
+  Usage usage{false, true};
+};
+
 struct BasicLinearOptions : ParameterOptions {
   BasicLinearOptions() = default;
   BasicLinearOptions(int64_t in_features_, int64_t out_features_)
@@ -167,5 +183,7 @@ TORCH_MODULE(BasicLinear);
 /// How a host language finds the buffer that belongs to a parameter of its own.
 using MainGradLookup = std::function<MainGrad(const BasicOperation&, const Tensor& parameter)>;
 void set_main_grad_lookup(MainGradLookup lookup);
+/// By it; without a buffer where there is none.
+MainGrad find_main_grad(const BasicOperation& op, const Tensor& weight);
 
 }  // namespace ligature

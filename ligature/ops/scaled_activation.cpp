@@ -4,6 +4,13 @@
 #include "ligature/ops/filled_context.h"
 
 namespace ligature {
+namespace {
+
+Tensor scales_of(const ScaledActivationOperation& op, const Tensor& given) {
+  return op.has_unit_scale() ? Tensor() : contiguous(given);
+}
+
+}  // namespace
 
 LIGATURE_REGISTER_OPERATION(ScaledSwiGLU);
 LIGATURE_REGISTER_OPERATION(ScaledSiTUGLU);
@@ -19,8 +26,9 @@ std::optional<InferResult> ScaledActivationOperation::infer(const InferArgs& arg
   if (!args.extra_inputs[0]) return result;
   const ValueMeta& scales = *args.extra_inputs[0];
   const at::IntArrayRef sizes = args.input.sizes;
-  LIGATURE_CHECK(at::IntArrayRef(scales.sizes) == sizes.slice(0, sizes.size() - 1), "[", label(),
-                 "] scales must have the input's shape without its last dimension, ",
+  const bool one = has_unit_scale() && scales.numel() == 1;
+  LIGATURE_CHECK(one || at::IntArrayRef(scales.sizes) == sizes.slice(0, sizes.size() - 1), "[",
+                 label(), "] scales must have the input's shape without its last dimension, ",
                  sizes_string(sizes.slice(0, sizes.size() - 1)), ", got ",
                  sizes_string(scales.sizes));
   LIGATURE_CHECK_TYPE(at::isFloatingType(scales.dtype), "[", label(),
@@ -32,7 +40,7 @@ FuserForwardResult ScaledActivationOperation::fuser_forward_compute(const Value&
                                                                     ArgsList args) {
   const Tensor x = prepare(input, ActivationOperation::compute_dtype(input, args[0]));
   FuserForwardResult out;
-  out.output = activation_forward_to(x, spec(), contiguous(args[0].extra_inputs[0]),
+  out.output = activation_forward_to(x, spec(), scales_of(*this, args[0].extra_inputs[0]),
                                      args[0].output_target());
   out.extra_outputs.resize(1);
   out.to_save.resize(1);
@@ -53,9 +61,9 @@ void ScaledActivationOperation::fuser_forward_save_ctx(CtxList ctxs, const Value
 FuserBackwardResult ScaledActivationOperation::fuser_backward(CtxList ctxs,
                                                               const Value& grad_output, GradList) {
   OperationContext& ctx = *ctxs[0];
-  ActivationGrads grads =
-      activation_backward(ctx, grad_output, spec(), contiguous(ctx.saved_tensor(1)),
-                          ctx.requires_grad.extra_input(0), false, ctx.grad_input_target());
+  ActivationGrads grads = activation_backward(
+      ctx, grad_output, spec(), scales_of(*this, ctx.saved_tensor(1)),
+      !has_unit_scale() && ctx.requires_grad.extra_input(0), false, ctx.grad_input_target());
   FuserBackwardResult out;
   if (ctx.requires_grad.input) out.grad_input = std::move(grads.dx);
   out.grad_params.resize(1);

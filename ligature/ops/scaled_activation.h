@@ -12,6 +12,8 @@ class ScaledActivationOperation : public BasicOperation {
 
   virtual kernels::ActivationSpec spec() const = 0;
   virtual bool caches_quantized_input() const { return false; }
+  /// Scales are taken for 1, and may be a single element.
+  virtual bool has_unit_scale() const = 0;
 
   size_t num_extra_inputs() const override { return 1; }
   FuserForwardResult fuser_forward_compute(const Value& input, ArgsList args) override;
@@ -27,13 +29,17 @@ class ScaledActivationOperation : public BasicOperation {
 /// An activation's options and one more.
 template <class Base>
 struct ScaledOptions : Base {
-  /// Accepted for compatibility, no effect: there is no grouped MLP to recompute it in.
+  /// May a grouped MLP make its output again in backward? GroupedMLP does so either way: it costs
+  /// no GEMM and changes no bit.
   bool activation_recompute_in_mlp = false;
+  /// Scales are taken for 1, whatever they are; one element will do.
+  bool unit_scale = false;
 
   template <class F>
   void fields(F&& f) {
     Base::fields(f);
     f("activation_recompute_in_mlp", activation_recompute_in_mlp);
+    f("unit_scale", unit_scale);
   }
 };
 
@@ -52,6 +58,7 @@ class ScaledSwiGLUImpl : public ActivationOf<ScaledSwiGLUImpl, kernels::Activati
                                              ScaledSwiGLUOptions, ScaledActivationOperation> {
  public:
   explicit ScaledSwiGLUImpl(Options given = {}) : ActivationOf("ScaledSwiGLU", given) {}
+  bool has_unit_scale() const override { return options.unit_scale; }
 };
 TORCH_MODULE(ScaledSwiGLU);
 
@@ -59,6 +66,7 @@ class ScaledSiTUGLUImpl : public ActivationOf<ScaledSiTUGLUImpl, kernels::Activa
                                               ScaledSiTUGLUOptions, ScaledActivationOperation> {
  public:
   explicit ScaledSiTUGLUImpl(Options given = {}) : ActivationOf("ScaledSiTUGLU", given) {}
+  bool has_unit_scale() const override { return options.unit_scale; }
 };
 TORCH_MODULE(ScaledSiTUGLU);
 
@@ -69,6 +77,7 @@ class ScaledClampedQGeGLUImpl
  public:
   explicit ScaledClampedQGeGLUImpl(Options given = {})
       : ActivationOf("ScaledClampedQGeGLU", given) {}
+  bool has_unit_scale() const override { return options.unit_scale; }
 };
 TORCH_MODULE(ScaledClampedQGeGLU);
 
@@ -76,6 +85,7 @@ class ScaledSReLUImpl : public ActivationOf<ScaledSReLUImpl, kernels::Activation
                                             ScaledSReLUOptions, ScaledActivationOperation> {
  public:
   explicit ScaledSReLUImpl(Options given = {}) : ActivationOf("ScaledSReLU", given) {}
+  bool has_unit_scale() const override { return options.unit_scale; }
 };
 TORCH_MODULE(ScaledSReLU);
 

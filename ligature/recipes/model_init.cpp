@@ -57,12 +57,12 @@ void replace_model_init_recipe(const Recipe* before, const RecipePtr& now) {
   }
 }
 
-Tensor new_weight(BasicOperation& op, const Tensor& weight) {
+Tensor new_weight(BasicOperation& op, const Tensor& weight, size_t index) {
   const QuantizedModelInitOptions* wanted = quantized_model_init();
   if (wanted == nullptr) return weight;
   // On the meta device there are no values yet: only the format of those that will come.
   const bool preserve = wanted->preserve_high_precision_init_val && !weight.is_meta();
-  const QuantizedPtr quantized = quantize_weight(op, wanted->recipe, weight);
+  const QuantizedPtr quantized = quantize_weight(op, wanted->recipe, weight, index);
   if (quantized == nullptr) return weight;
   Tensor made = wrap_quantized(quantized);
   if (preserve) set_high_precision_init_val(made, weight.detach().to(at::kCPU, false, true));

@@ -46,7 +46,7 @@ class QuantizedModelInit {
 };
 
 /// A new weight of `op` in low precision, where this thread asks for it and the recipe does not
-/// leave it in high precision; otherwise as it is.
-Tensor new_weight(BasicOperation& op, const Tensor& weight);
+/// leave it in high precision; otherwise as it is. `index`: which of the operation's weights.
+Tensor new_weight(BasicOperation& op, const Tensor& weight, size_t index = 0);
 
 }  // namespace ligature

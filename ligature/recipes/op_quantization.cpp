@@ -99,15 +99,16 @@ bool WeightCache::has_factor_of(const Quantizer& quantizer) const {
   return part.scale.item<float>() == 1.0f / now.item<float>();
 }
 
-bool WeightCache::holds(const Tensor& weight, Usage usage) const {
+bool WeightCache::holds(const Tensor& weight, Usage usage, const Tensor& owner) const {
   if (quantized_ == nullptr) return false;
   const auto alive = weight_.lock();
-  return alive.get() == weight.unsafeGetTensorImpl() && version_ == weight._version() &&
+  return alive.get() == owner.unsafeGetTensorImpl() && version_ == weight._version() &&
          data_ == weight.const_data_ptr() && stream_ == stream_of(weight) &&
          (usage_.rowwise || !usage.rowwise) && (usage_.columnwise || !usage.columnwise);
 }
 
-QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, Usage usage) {
+QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, Usage usage,
+                              const Tensor& owner) {
   if (kernels::is_captured(weight)) {
     const OwnBuffers own;
     const auto make = [&] { return quantizer.quantize(weight, usage); };
@@ -123,7 +124,7 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
   }
   // A counter that has moved on is proof of a change, one that has not is none. So the bytes of a
   // weight that is written in every step, and asked for once, need not be looked at.
-  const bool held = holds(weight, usage);
+  const bool held = holds(weight, usage, owner);
   const bool wanted = held || asked_again_ || !weight.is_cpu();
   const std::optional<uint64_t> content =
       wanted ? std::make_optional(content_of(weight)) : std::nullopt;
@@ -144,7 +145,7 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
   launched_ = kernels::when_launched();
   maker_ = std::this_thread::get_id();
   weight_ =
-      c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(weight.getIntrusivePtr());
+      c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(owner.getIntrusivePtr());
   version_ = weight._version();
   data_ = weight.const_data_ptr();
   content_ = content;
@@ -169,6 +170,18 @@ bool WeightCache::keeps(const Tensor& part) {
     if (own.storage().is_alias_of(part.storage())) return true;
   }
   return false;
+}
+
+WeightCaches::WeightCaches(size_t count) {
+  for (size_t i = 0; i < count; ++i) all_.push_back(std::make_shared<WeightCache>());
+}
+
+void WeightCaches::clear() {
+  for (const auto& one : all_) one->clear();
+}
+
+bool WeightCaches::keeps(const Tensor& part) const {
+  return std::any_of(all_.begin(), all_.end(), [&](const auto& one) { return one->keeps(part); });
 }
 
 namespace {

@@ -44,7 +44,10 @@ void FusibleOperation::copy_parameters(const FusibleOperation& from, FusibleOper
   for (const RecipeState& state : recipe_states(*source)) {
     load_recipe_state(*part, state, device.value_or(state.device()));
   }
-  for (const auto& item : to.parameters_) adopt_weight(*part, item.value());
+  size_t weights = 0;
+  for (const auto& item : to.parameters_) {
+    if (quantized_of(item.value()) != nullptr) adopt_weight(*part, item.value(), weights++);
+  }
 }
 
 void FusibleOperation::dequantize_for(torch::Dtype dtype) {
@@ -96,27 +99,38 @@ void share(const std::vector<std::shared_ptr<Quantizer>>& quantizers,
   }
 }
 
-/// Do both quantize a weight to the same bits, also in later steps?
-bool quantize_weight_alike(const OpQuantization& a, const OpQuantization& b) {
-  const Quantizer* of_a = a.forward_quantizer(1);
-  const Quantizer* of_b = b.forward_quantizer(1);
-  if (of_a == nullptr || of_b == nullptr || !of_a->is_native() || !of_b->is_native()) return false;
-  return of_a->format_tag() == of_b->format_tag() && of_a->delayed == of_b->delayed &&
-         !of_a->reduce_amax && !of_b->reduce_amax;
+/// Quantizers of forward alternate: of an input, of a weight.
+size_t count_weights(const std::vector<QuantizerRole>& forward) {
+  return std::max<size_t>(1, forward.size() / 2);
 }
 
-/// What is kept of the weight for the recipes that were not used lately, or were forgotten.
-std::vector<std::shared_ptr<WeightCache>> weights_to_drop(
+/// Do both quantize all weights to the same bits, also in later steps?
+bool quantize_weights_alike(const OpQuantization& a, const OpQuantization& b) {
+  const size_t count = std::max(a.forward.size(), b.forward.size());
+  for (size_t i = 1; i < std::max<size_t>(count, 2); i += 2) {
+    const Quantizer* of_a = a.forward_quantizer(i);
+    const Quantizer* of_b = b.forward_quantizer(i);
+    if (of_a == nullptr || of_b == nullptr || !of_a->is_native() || !of_b->is_native() ||
+        of_a->format_tag() != of_b->format_tag() || of_a->delayed != of_b->delayed ||
+        of_a->reduce_amax || of_b->reduce_amax) {
+      return false;
+    }
+  }
+  return true;
+}
+
+/// What is kept of the weights for the recipes that were not used lately, or were forgotten.
+std::vector<std::shared_ptr<WeightCaches>> weights_to_drop(
     const std::vector<OpQuantizationPtr>& known, const OpQuantizationPtr& forgotten = nullptr) {
-  std::vector<std::shared_ptr<WeightCache>> kept, out;
-  const auto sort = [&](const std::shared_ptr<WeightCache>& one, bool drop) {
+  std::vector<std::shared_ptr<WeightCaches>> kept, out;
+  const auto sort = [&](const std::shared_ptr<WeightCaches>& one, bool drop) {
     for (const auto* list : {&kept, &out}) {
       if (std::find(list->begin(), list->end(), one) != list->end()) return;
     }
     (drop ? out : kept).push_back(one);
   };
-  for (size_t i = known.size(); i-- > 0;) sort(known[i]->weight, kept.size() == kMostWeights);
-  if (forgotten != nullptr) sort(forgotten->weight, true);
+  for (size_t i = known.size(); i-- > 0;) sort(known[i]->weights, kept.size() == kMostWeights);
+  if (forgotten != nullptr) sort(forgotten->weights, true);
   return out;
 }
 
@@ -135,7 +149,7 @@ void BasicOperation::share_state(OpQuantization& made) {
     share(made.backward, delayed_states_.backward);
   }
   for (const OpQuantizationPtr& other : quantizations_) {
-    if (quantize_weight_alike(*other, made)) made.weight = other->weight;
+    if (quantize_weights_alike(*other, made)) made.weights = other->weights;
   }
 }
 
@@ -153,13 +167,14 @@ OpQuantizationPtr BasicOperation::find_quantization(const RecipePtr& recipe, at:
   made->recipe = recipe;
   made->is_delayed = std::dynamic_pointer_cast<const DelayedScaling>(recipe) != nullptr;
   made->forward = make_quantizers(*recipe, forward, device);
+  made->weights = std::make_shared<WeightCaches>(count_weights(forward));
   if (recipe->backward_override() == BackwardOverride::None) {
     made->backward = make_quantizers(*recipe, backward, device);
   } else {
     made->backward.resize(backward.size());
   }
   OpQuantizationPtr forgotten;  // destroyed after the lock: it may call a host language
-  std::vector<std::shared_ptr<WeightCache>> dropped;
+  std::vector<std::shared_ptr<WeightCaches>> dropped;
   {
     std::lock_guard<std::mutex> lock(quantization_mutex_);
     if (auto found = find_known(recipe)) return found;
@@ -171,14 +186,14 @@ OpQuantizationPtr BasicOperation::find_quantization(const RecipePtr& recipe, at:
     quantizations_.insert(quantizations_.begin(), made);
     dropped = weights_to_drop(quantizations_, forgotten);
   }
-  for (const auto& weight : dropped) weight->clear();
+  for (const auto& weights : dropped) weights->clear();
   return made;
 }
 
 OpQuantizationPtr BasicOperation::quantization(const RecipePtr& recipe, at::Device device) {
   OpQuantizationPtr found = find_quantization(recipe, device);
   if (found == nullptr) return nullptr;
-  std::vector<std::shared_ptr<WeightCache>> dropped;
+  std::vector<std::shared_ptr<WeightCaches>> dropped;
   {
     std::lock_guard<std::mutex> lock(quantization_mutex_);
     const auto place = std::find(quantizations_.begin(), quantizations_.end(), found);
@@ -187,7 +202,7 @@ OpQuantizationPtr BasicOperation::quantization(const RecipePtr& recipe, at::Devi
     found->follow(recipe);
     dropped = weights_to_drop(quantizations_);
   }
-  for (const auto& weight : dropped) weight->clear();
+  for (const auto& weights : dropped) weights->clear();
   return found;
 }
 
@@ -218,7 +233,7 @@ void BasicOperation::reset_recipe_state(const RecipePtr& recipe, at::Device devi
       delayed.history.zero_();
     }
   }
-  state->weight->clear();
+  state->weights->clear();
 }
 
 }  // namespace ligature

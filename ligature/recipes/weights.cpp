@@ -3,16 +3,18 @@
 namespace ligature {
 namespace {
 
-const std::shared_ptr<Quantizer>& weight_quantizer(const OpQuantization& state) {
+const std::shared_ptr<Quantizer>& weight_quantizer(const OpQuantization& state, size_t index) {
   static const std::shared_ptr<Quantizer> none;
-  return state.forward.size() > 1 ? state.forward[1] : none;
+  const size_t i = 2 * index + 1;
+  return i < state.forward.size() ? state.forward[i] : none;
 }
 
 }  // namespace
 
-QuantizedPtr quantize_weight(BasicOperation& op, const RecipePtr& recipe, const Tensor& weight) {
+QuantizedPtr quantize_weight(BasicOperation& op, const RecipePtr& recipe, const Tensor& weight,
+                             size_t index) {
   const OpQuantizationPtr state = op.quantization(recipe, weight.device());
-  const auto quantizer = state != nullptr ? weight_quantizer(*state) : nullptr;
+  const auto quantizer = state != nullptr ? weight_quantizer(*state, index) : nullptr;
   if (quantizer == nullptr) return nullptr;
   const std::string why = quantizer->why_not(weight);
   LIGATURE_CHECK_TYPE(why.empty(), "[", op.label(), "] weight: ", why);
@@ -23,12 +25,12 @@ QuantizedPtr quantize_weight(BasicOperation& op, const RecipePtr& recipe, const 
              : quantizer->quantize(weight.detach(), usage);
 }
 
-void adopt_weight(const BasicOperation& op, const Tensor& weight) {
+void adopt_weight(const BasicOperation& op, const Tensor& weight, size_t index) {
   const QuantizedPtr quantized = quantized_of(weight);
   if (quantized == nullptr) return;
   const auto states = op.quantizations();
   for (size_t i = states.size(); i-- > 0;) {
-    const auto& quantizer = weight_quantizer(*states[i]);
+    const auto& quantizer = weight_quantizer(*states[i], index);
     if (quantizer == nullptr || quantizer->format_tag() != quantized->format_tag()) continue;
     quantized->set_quantizer(quantizer);
     return;

@@ -8,9 +8,11 @@ namespace ligature {
 
 /// The weight in the recipe's format, for forward and backward; null where the recipe leaves it in
 /// high precision. With delayed scaling it has a scale of its own.
-QuantizedPtr quantize_weight(BasicOperation& op, const RecipePtr& recipe, const Tensor& weight);
+/// `index`: which of the operation's weights.
+QuantizedPtr quantize_weight(BasicOperation& op, const RecipePtr& recipe, const Tensor& weight,
+                             size_t index = 0);
 /// A weight that was copied or read belongs to this operation: it is quantized anew with the
 /// operation's own quantizer, where that has its format.
-void adopt_weight(const BasicOperation& op, const Tensor& weight);
+void adopt_weight(const BasicOperation& op, const Tensor& weight, size_t index = 0);
 
 }  // namespace ligature

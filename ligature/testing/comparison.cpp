@@ -38,6 +38,7 @@ Comparison::Comparison(Report& report, const CheckOptions& options, const Subjec
       const size_t caller = wiring.inputs[i][j].caller;
       if (caller == Wiring::kNone) continue;
       overwritten_[1 + params_.size() + caller] = subject.ops[i]->writes_extra_input(j);
+      if (subject.ops[i]->extra_input_is_integer(j)) all_ &= ~only(1 + params_.size() + caller);
     }
   }
   tolerance_ = std::max(tolerance_of(dtypes.input), tolerance_of(dtypes.params));
@@ -97,7 +98,11 @@ Data Comparison::make_data(const ExampleShapes& shapes, Layout layout, uint64_t 
   };
   Data data;
   data.input = make(shapes.input);
-  for (const auto& sizes : shapes.extra_inputs) data.extra_inputs.push_back(make(sizes));
+  for (size_t k = 0; k < shapes.extra_inputs.size(); ++k) {
+    const bool is_given = k < shapes.extra_values.size() && shapes.extra_values[k].defined();
+    data.extra_inputs.push_back(is_given ? shapes.extra_values[k].clone()
+                                         : make(shapes.extra_inputs[k]));
+  }
   const Graph graph = sides_.expected(data, 0);
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed + 1);
   for (const Tensor& y : graph.outputs) {
@@ -162,6 +167,7 @@ Comparison::Values Comparison::spread(const Values& expected, const Data& data,
   at::AutoGradMode with_grad(true);
   auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed + 7);
   const auto moved = [&](const Tensor& t) {
+    if (!at::isFloatingType(t.scalar_type())) return t;
     const Tensor noise = at::rand(t.sizes(), generator, at::TensorOptions(at::kDouble)) * 2 - 1;
     const Tensor factor = 1 + noise.to(t.device()) * std::max(tolerance_ / 4, rounding_);
     const Tensor copy = t.is_non_overlapping_and_dense() ? copy_of(t) : t.contiguous();

@@ -189,8 +189,9 @@ std::vector<std::string> complaints(const DirectRun& run, const Subject& subject
         const Tensor grad = j < grad_extras.size() ? grad_extras[j] : Tensor();
         const Tensor& extra = run.extra_input(op, j);
         if (!extra.defined()) continue;
-        complain(out, "gradient of extra input " + std::to_string(j) + " of " + name, grad,
-                 run.flags(op).extra_input(j), passed_on(grad), extra.scalar_type(), extra.sizes());
+        const bool needed = run.flags(op).extra_input(j) && at::isFloatingType(extra.scalar_type());
+        complain(out, "gradient of extra input " + std::to_string(j) + " of " + name, grad, needed,
+                 passed_on(grad), extra.scalar_type(), extra.sizes());
       }
     }
   }

@@ -21,7 +21,7 @@ const char* const kChannel = "branch";
 struct Piece {
   std::string name;
   PlainState options;
-  bool on_channel = false;  ///< its extra inputs or outputs are bound to the channel
+  bool on_channel = false;  ///< its extra outputs, or inputs if it ends channels, are bound to some
   bool to_caller = true;    ///< its extra outputs are returned too
   bool ends_channel = false;
 };
@@ -37,6 +37,9 @@ PlainState with(std::initializer_list<std::pair<std::string, PlainValue>> values
 /// Options that follow from the size of the input, by the names that operations give them.
 std::vector<PlainState> sized_options(const PlainState& more, int64_t in, int64_t out) {
   return {with({{"in_features", in}, {"out_features", out}}, more),
+          with({{"num_groups", int64_t{3}}, {"in_features", in}, {"out_features", out}}, more),
+          with({{"num_experts", int64_t{3}}}, more),
+          with({{"hidden_size", in}, {"num_experts", int64_t{3}}, {"top_k", int64_t{2}}}, more),
           with({{"size", in}}, more),
           with({{"normalized_shape", std::vector<int64_t>{in}}}, more),
           with({{"shape", std::vector<int64_t>{-1, in}}}, more),
@@ -47,7 +50,10 @@ std::vector<PlainState> sized_options(const PlainState& more, int64_t in, int64_
 /// Options worth trying besides the default, on every operation that has them.
 const std::vector<std::pair<std::string, PlainValue>>& variations() {
   static const std::vector<std::pair<std::string, PlainValue>> list{
-      {"in_place", true}, {"zero_centered_gamma", true}, {"glu_interleave_size", int64_t{2}}};
+      {"in_place", true},
+      {"zero_centered_gamma", true},
+      {"glu_interleave_size", int64_t{2}},
+      {"scale_bias", true}};
   return list;
 }
 
@@ -63,14 +69,20 @@ std::vector<Tensor> fresh_parameters(const BasicOperation& op, const at::TensorO
 struct Made {
   Piece piece;
   PlainState options;
+  std::vector<std::string> taken{};  ///< the channels of its extra inputs
 };
+
+/// The channel of an extra output.
+std::string channel(size_t output) {
+  return kChannel + (output > 0 ? std::to_string(output) : std::string());
+}
 
 BasicOpPtr make(const Made& made) {
   BasicOpPtr op = make_operation(made.piece.name, made.options);
-  if (!made.piece.on_channel) return op;
-  for (size_t i = 0; i < op->num_extra_inputs(); ++i) op->set_extra_input_channel(i, kChannel);
+  for (size_t i = 0; i < made.taken.size(); ++i) op->set_extra_input_channel(i, made.taken[i]);
+  if (!made.piece.on_channel || made.piece.ends_channel) return op;
   for (size_t i = 0; i < op->num_extra_outputs(); ++i) {
-    op->set_extra_output_channel(i, kChannel, made.piece.to_caller);
+    op->set_extra_output_channel(i, channel(i), made.piece.to_caller);
   }
   return op;
 }
@@ -129,10 +141,16 @@ class Row {
     for (const int64_t out : kOutFeatures) {
       bool depends_on_out = false;
       for (const PlainState& options : sized_options(piece.options, value.sizes.back(), out)) {
-        const auto next = try_next({piece, options}, value);
+        Made made{piece, options};
+        const auto next = try_next(made, value);
         if (!next) continue;
-        made_.push_back({piece, options});
-        if (extend(*next)) return true;
+        made_.push_back(std::move(made));
+        const size_t before = produced_.size();
+        for (const ValueMeta& extra : next->extra_outputs) {
+          if (piece.on_channel && !piece.ends_channel) produced_.push_back(extra);
+        }
+        if (extend(next->output)) return true;
+        produced_.resize(before);
         made_.pop_back();
         depends_on_out = options.find("out_features") != nullptr;
         break;  // the other ways to make it are for other operations
@@ -142,31 +160,61 @@ class Row {
     return false;
   }
 
-  std::optional<ValueMeta> try_next(const Made& made, const ValueMeta& value) {
+  /// With extra inputs on the channels that there are, where it ends some, or by example.
+  std::optional<InferResult> try_next(Made& made, const ValueMeta& value) {
     try {
       const BasicOpPtr op = make(made);
-      std::vector<std::optional<ValueMeta>> extras(op->num_extra_inputs());
-      const auto params = fresh_parameters(*op, at::kFloat);
-      const auto result = op->infer({value, params, extras, true, std::nullopt});
-      return result ? std::optional(result->output) : std::nullopt;
+      Subject subject;
+      subject.ops = {op};
+      subject.params = {fresh_parameters(*op, at::kFloat)};
+      subject.training = {true};
+      MaybeMetas extras(op->num_extra_inputs());
+      const auto infer = [&] {
+        return op->infer({value, subject.params[0], extras, true, std::nullopt});
+      };
+      for (size_t slot = 0; slot < extras.size(); ++slot) {
+        if (made.piece.ends_channel && !take_channel(made, extras[slot], infer)) {
+          return std::nullopt;
+        }
+        if (made.piece.ends_channel || !op->extra_input_is_integer(slot)) continue;
+        extras[slot] = ValueMeta::of(op->example_extra_input(slot, value));
+      }
+      auto result = infer();
+      for (size_t slot = 0; !result && slot < extras.size(); ++slot) {
+        if (extras[slot]) continue;
+        const auto sizes = find_shape(subject, 0, value, extras, slot);
+        if (!sizes) return std::nullopt;
+        extras[slot] = ValueMeta{{sizes->begin(), sizes->end()}, value.dtype, value.device};
+        result = infer();
+      }
+      return result;
     } catch (const c10::Error&) {
       return std::nullopt;
     }
   }
 
-  /// Do the channels fit, too, and does the rule make one operation of it all?
+  /// The first channel whose value the operation takes as its next extra input.
+  template <class Infer>
+  bool take_channel(Made& made, std::optional<ValueMeta>& extra, const Infer& infer) {
+    for (size_t i = 0; i < produced_.size(); ++i) {
+      extra = produced_[i];
+      try {
+        infer();
+      } catch (const c10::Error&) {
+        continue;
+      }
+      made.taken.push_back(channel(i));
+      return true;
+    }
+    return false;
+  }
+
+  /// Is there one producer of each channel, and does the rule make one operation of it all?
   bool fits() {
     std::vector<BasicOpPtr> ops;
     for (const Made& made : made_) ops.push_back(make(made));
     try {
-      Subject subject;
-      subject.ops = ops;
-      for (const auto& op : ops) {
-        subject.params.push_back(fresh_parameters(*op, at::kFloat));
-        subject.training.push_back(true);
-      }
-      const Wiring wiring = wire(ops);
-      check_channel_shapes(subject, wiring);
+      wire(ops);
     } catch (const c10::Error&) {
       return false;
     }
@@ -179,27 +227,12 @@ class Row {
     });
   }
 
-  static void check_channel_shapes(const Subject& subject, const Wiring& wiring) {
-    ValueMeta value{{2, 3, kFeatures}, at::kFloat, at::kCPU};
-    std::vector<at::SmallVector<ValueMeta, 1>> produced(subject.ops.size());
-    for (size_t i = 0; i < subject.ops.size(); ++i) {
-      std::vector<std::optional<ValueMeta>> extras;
-      for (const Wiring::Input& slot : wiring.inputs[i]) {
-        extras.emplace_back();
-        if (slot.caller == Wiring::kNone) extras.back() = produced[slot.producer].at(slot.output);
-      }
-      auto result = subject.ops[i]->infer({value, subject.params[i], extras, true, std::nullopt});
-      LIGATURE_CHECK(result, subject.ops[i]->name(), " does not tell its output");
-      value = std::move(result->output);
-      produced[i] = std::move(result->extra_outputs);
-    }
-  }
-
   const std::vector<const Piece*>& pieces_;
   size_t around_;
   const FusionRule& rule_;
   PlanOptions options_;
   std::vector<Made> made_;
+  std::vector<ValueMeta> produced_;  ///< on each channel
 };
 
 MakeSubject subject_maker(std::vector<Made> row) {
@@ -236,8 +269,10 @@ std::string text_of(const std::vector<Made>& row) {
   return "[" + out + "]";
 }
 
-/// Adds the other end of a channel that begins or ends in the row: how many pieces that took.
-size_t close_channel(std::vector<const Piece*>& row, const std::vector<Piece>& pool) {
+/// The row, or, where a channel begins or ends in it that has no other end, the row with each kind
+/// of operation that could be that other end. The second: how many pieces that took.
+std::vector<std::pair<std::vector<const Piece*>, size_t>> with_closed_channels(
+    const std::vector<const Piece*>& row, const std::vector<Piece>& pool) {
   bool produced = false;
   bool taken = false;
   bool to_caller = true;
@@ -246,20 +281,19 @@ size_t close_channel(std::vector<const Piece*>& row, const std::vector<Piece>& p
     (piece->ends_channel ? taken : produced) = true;
     to_caller = to_caller && piece->to_caller;
   }
-  const auto other_end = [&](bool ends) {
-    return std::find_if(pool.begin(), pool.end(), [&](const Piece& piece) {
-      return piece.on_channel && piece.ends_channel == ends;
-    });
-  };
-  if (taken && !produced) {
-    row.insert(row.begin(), &*other_end(false));
-    return 1;
+  const bool begins_outside = taken && !produced;
+  if (!begins_outside && (!produced || taken || to_caller)) return {{row, 0}};
+  std::vector<std::pair<std::vector<const Piece*>, size_t>> rows;
+  const std::string* last = nullptr;
+  for (const Piece& piece : pool) {
+    if (!piece.on_channel || piece.ends_channel == begins_outside) continue;
+    if (last != nullptr && piece.name == *last) continue;  // the same with other options
+    last = &piece.name;
+    rows.emplace_back(row, 1);
+    auto& own = rows.back().first;
+    own.insert(begins_outside ? own.begin() : own.end(), &piece);
   }
-  if (produced && !taken && !to_caller) {
-    row.push_back(&*other_end(true));
-    return 1;
-  }
-  return 0;
+  return rows;
 }
 
 /// What should occur: a piece at a place of the pattern, or a place left out (no piece).
@@ -322,13 +356,16 @@ std::vector<Example> find_examples(const FusionRule& rule, Recompute recompute) 
         if (piece != nullptr) pieces.push_back(piece);
       }
       if (reaches.size() < rule.pattern.size()) break;
-      const size_t around = close_channel(pieces, pool);
-      Row row(pieces, around, rule, options);
-      if (pieces.size() == around || !row.find()) continue;
-      reached.insert(reached.end(), reaches.begin(), reaches.end());
-      examples.push_back({text_of(row.made()),
-                          subject_maker(row.made()),
-                          {{{2, 3, kFeatures}}, {{5, kFeatures}}, {{0, kFeatures}}}});
+      if (pieces.empty()) continue;
+      for (const auto& [closed, around] : with_closed_channels(pieces, pool)) {
+        Row row(closed, around, rule, options);
+        if (!row.find()) continue;
+        reached.insert(reached.end(), reaches.begin(), reaches.end());
+        examples.push_back({text_of(row.made()),
+                            subject_maker(row.made()),
+                            {{{2, 3, kFeatures}}, {{5, kFeatures}}, {{0, kFeatures}}}});
+        break;
+      }
     }
   }
   return examples;

@@ -15,6 +15,8 @@
 
 namespace ligature::testing {
 
+using at::Tensor;
+
 /// The dtype of the input and the extra inputs, and that of the parameters.
 struct Dtypes {
   Dtypes(at::ScalarType both) : input(both), params(both) {}  // NOLINT: one dtype is a pair
@@ -33,6 +35,9 @@ struct ExampleShapes {
   /// Of the caller's extra inputs, in order. Left out, they are worked out where the operations'
   /// `infer` tells them: the shape of the value, or that without its last dimension.
   std::vector<std::vector<int64_t>> extra_inputs;
+  /// Those that are sizes or indices (BasicOperation::example_extra_input); the others undefined,
+  /// or none at all.
+  std::vector<Tensor> extra_values = {};
 };
 
 /// What a forward-only fusion owes the contexts of its basic operations.

@@ -71,6 +71,7 @@ OpQuantizationPtr fixed_quantization(const BasicOperation& op, const PlanOptions
   made->recipe = options.recipe;
   made->forward = make(op.forward_quantizer_roles());
   made->backward = make(op.backward_quantizer_roles());
+  made->weights = std::make_shared<WeightCaches>(made->forward.size());  // one of each at most
   return made->forward.empty() && made->backward.empty() ? nullptr : made;
 }
 
@@ -163,7 +164,10 @@ Prepared prepare_call(const Subject& subject, const Wiring& wiring, const Data& 
   }
   const size_t first_extra = leaf;
   for (const Tensor& extra : data.extra_inputs) {
-    call.extra_inputs.push_back(copy_of(extra).set_requires_grad(has(needs, leaf++)));
+    Tensor copy = copy_of(extra);
+    if (at::isFloatingType(extra.scalar_type())) copy.set_requires_grad(has(needs, leaf));
+    call.extra_inputs.push_back(std::move(copy));
+    ++leaf;
   }
   call.training = subject.training;
   call.keep_alive = subject.keep_alive;

@@ -64,15 +64,14 @@ std::vector<std::string> output_names(const Subject& subject, const Wiring& wiri
 
 namespace {
 
-using MaybeMetas = std::vector<std::optional<ValueMeta>>;
-
 std::optional<InferResult> infer(const Subject& subject, size_t op, const ValueMeta& input,
                                  const MaybeMetas& extras) {
   return subject.ops[op]->infer(
       {input, subject.params[op], extras, subject.training[op], std::nullopt});
 }
 
-/// A shape for one unknown extra input that the operation takes.
+}  // namespace
+
 std::optional<std::vector<int64_t>> find_shape(const Subject& subject, size_t op,
                                                const ValueMeta& input, MaybeMetas extras,
                                                size_t slot) {
@@ -80,6 +79,9 @@ std::optional<std::vector<int64_t>> find_shape(const Subject& subject, size_t op
   if (!input.sizes.empty()) {
     candidates.push_back(input.sizes);
     candidates.back().pop_back();
+  }
+  for (size_t before = 0; before < slot; ++before) {
+    if (extras[before]) candidates.push_back(extras[before]->sizes);
   }
   for (const auto& sizes : candidates) {
     extras[slot] = ValueMeta{sizes, input.dtype, input.device};
@@ -93,17 +95,17 @@ std::optional<std::vector<int64_t>> find_shape(const Subject& subject, size_t op
   return std::nullopt;
 }
 
-}  // namespace
-
 ExampleShapes complete_shapes(const Subject& subject, const Wiring& wiring,
                               const ExampleShapes& shapes, at::ScalarType dtype,
                               at::Device device) {
   const size_t wanted = wiring.caller_inputs.size();
-  if (shapes.extra_inputs.size() == wanted) return shapes;
-  LIGATURE_CHECK(shapes.extra_inputs.empty(), "the operations ", describe(subject.ops), " take ",
-                 wanted, " extra inputs, got shapes of ", shapes.extra_inputs.size());
+  if (wanted == 0 && shapes.extra_inputs.empty()) return shapes;
+  const bool given = shapes.extra_inputs.size() == wanted;
+  LIGATURE_CHECK(given || shapes.extra_inputs.empty(), "the operations ", describe(subject.ops),
+                 " take ", wanted, " extra inputs, got shapes of ", shapes.extra_inputs.size());
   ExampleShapes out = shapes;
   out.extra_inputs.resize(wanted);
+  out.extra_values.resize(wanted);
   std::optional<ValueMeta> value =
       ValueMeta{{shapes.input.begin(), shapes.input.end()}, dtype, device};
   std::vector<at::SmallVector<ValueMeta, 1>> produced(subject.ops.size());
@@ -117,15 +119,28 @@ ExampleShapes complete_shapes(const Subject& subject, const Wiring& wiring,
         }
         continue;
       }
-      const auto found = value ? find_shape(subject, i, *value, extras, j) : std::nullopt;
+      std::vector<int64_t>& sizes = out.extra_inputs[slot.caller];
+      if (value && subject.ops[i]->extra_input_is_integer(j)) {
+        const Tensor example = subject.ops[i]->example_extra_input(j, *value);
+        LIGATURE_CHECK(example.defined() && (!given || example.sizes() == at::IntArrayRef(sizes)),
+                       "[", op_name(subject, i), "] has no example of its extra input ", j);
+        sizes = example.sizes().vec();
+        out.extra_values[slot.caller] = example.to(device);
+        extras[j] = ValueMeta::of(out.extra_values[slot.caller]);
+        continue;
+      }
+      const auto found = given   ? std::optional(sizes)
+                         : value ? find_shape(subject, i, *value, extras, j)
+                                 : std::nullopt;
       LIGATURE_CHECK(found, "[", op_name(subject, i), "] the shape of its extra input ", j,
                      " cannot be told from an input of ", sizes_string(shapes.input),
                      "; give the shapes of all ", wanted, " extra inputs");
       extras[j] = ValueMeta{{found->begin(), found->end()}, dtype, device};
-      out.extra_inputs[slot.caller] = *found;
+      sizes = *found;
     }
     if (!value) continue;
-    auto inferred = infer(subject, i, *value, extras);
+    std::optional<InferResult> inferred;
+    if (!given || i + 1 < subject.ops.size()) inferred = infer(subject, i, *value, extras);
     value.reset();
     if (!inferred) continue;
     value = std::move(inferred->output);

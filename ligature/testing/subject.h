@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,14 @@ std::string op_name(const Subject& subject, size_t op);
 /// The shapes with those of the extra inputs worked out; an error says which cannot be.
 ExampleShapes complete_shapes(const Subject& subject, const Wiring& wiring,
                               const ExampleShapes& shapes, at::ScalarType dtype, at::Device device);
+
+/// What is known of each extra input of an operation.
+using MaybeMetas = std::vector<std::optional<ValueMeta>>;
+/// A shape that the operation takes for this one: of the input, without its last dimension, or of
+/// an extra input before it.
+std::optional<std::vector<int64_t>> find_shape(const Subject& subject, size_t op,
+                                               const ValueMeta& input, MaybeMetas extras,
+                                               size_t slot);
 
 /// "float32", or "bfloat16 with float32 parameters".
 std::string to_string(const Dtypes& dtypes);

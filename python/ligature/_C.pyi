@@ -93,9 +93,14 @@ class BasicOperation(Operation):
     def recipe_state_entries(self) -> list[tuple[str, torch.Tensor]]: ...
     def place_recipe_state(self, device: torch.device) -> None: ...
     def new_weight(
-        self, weight: torch.Tensor
+        self, weight: torch.Tensor, index: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None: ...
-    def adopt_weight(self, weight: torch.Tensor) -> None: ...
+    def adopt_weight(self, weight: torch.Tensor, index: int = 0) -> None: ...
+
+class GroupedLinear(BasicOperation):
+    @property
+    def num_delayed(self) -> int: ...
+    def backward_dw(self) -> None: ...
 
 _DelayedState = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 
@@ -428,3 +433,30 @@ def attach_quantized(wrapper: torch.Tensor, quantized: QuantizedTensor) -> None:
 def set_quantized_wrapper(
     function: Callable[[QuantizedTensor], torch.Tensor] | None,
 ) -> None: ...
+def moe_permute(
+    inp: torch.Tensor,
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor,
+    num_out_tokens: int,
+    is_mask: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]: ...
+def moe_permute_and_pad(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    align_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
+def moe_unpermute(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None,
+    pad_offsets: torch.Tensor | None,
+) -> torch.Tensor: ...
+def moe_sort_chunks_by_index(
+    inp: torch.Tensor,
+    probs: torch.Tensor | None,
+    split_sizes: torch.Tensor,
+    sorted_index: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+def resize_groups(inp: torch.Tensor, sizes: list[int], wanted: list[int]) -> torch.Tensor: ...

@@ -31,6 +31,16 @@ from ._config import cmake_prefix_path, set_launch_graphs, show_config  # noqa: 
 from .common import recipe  # noqa: E402
 from .explanation import Explanation, PlanDiff, explain, strict  # noqa: E402
 from .graph import make_graphed_callables  # noqa: E402
+from .permutation import (  # noqa: E402
+    Fp8Padding,
+    Fp8Unpadding,
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from .quantization import (  # noqa: E402
     DType,
     Float8BlockQuantizer,
@@ -66,6 +76,8 @@ __all__ = [
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8Tensor",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "NVFP4Quantizer",
@@ -90,6 +102,12 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "make_graphed_callables",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "ops",
     "quantization",
     "quantized_model_init",

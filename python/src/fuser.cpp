@@ -51,6 +51,7 @@ class PythonFuser {
     for (const auto& op : fuser_.basic_ops()) {
       sources_.emplace_back(python_of(op), *op);
       reads_training_ = reads_training_ || sources_.back().uses_training();
+      if (!op->is_python_op()) add_first(python_of(op));
     }
   }
 
@@ -67,7 +68,7 @@ class PythonFuser {
     check_alive();
     const bool traced = has_tracer();
     if (traced) views().attr("refuse_onnx")();
-    fuser_.prepare();
+    prepare();
     Call call;
     Overriding overriding;
     const auto take = [&](PyObject* tensor) {
@@ -108,7 +109,7 @@ class PythonFuser {
     Call call;
     std::optional<Situation> situation;
     check_alive();
-    if (!example.is_none()) fuser_.prepare();
+    if (!example.is_none()) prepare();
     collect(call);
     if (!example.is_none()) {
       std::vector<Tensor> tensors = unwrap_list(example, "an example of explain()");
@@ -207,6 +208,21 @@ class PythonFuser {
   int64_t number() const { return compile::register_fuser(shared_); }
 
  private:
+  /// A built-in operation whose module does something before the first forward.
+  void add_first(const py::object& module) {
+    constexpr const char* kName = "pre_first_fuser_forward";
+    static auto* base =
+        new py::object(py::module_::import("ligature.ops.fusible").attr("FusibleOperation"));
+    if (!py::type::of(module).attr(kName).is(base->attr(kName))) first_.push_back(module);
+  }
+
+  void prepare() {
+    fuser_.prepare();
+    for (const py::handle& module : std::exchange(first_, {})) {
+      module.attr("pre_first_fuser_forward")();
+    }
+  }
+
   static OpList prepare(const py::list& ops) {
     OpList list = operations_of(ops, "the operations of a fuser");
     for (const auto& op : list) {
@@ -340,7 +356,11 @@ class PythonFuser {
       const auto dict = py::cast<py::dict>(item);
       for (const auto& [key, value] : dict) {
         kwargs.names.push_back(key.cast<std::string>());
-        if (auto plain = to_plain(value)) kwargs.values.set(kwargs.names.back(), std::move(*plain));
+        if (THPVariable_Check(value.ptr())) {
+          kwargs.tensors.emplace_back(kwargs.names.back(), THPVariable_Unpack(value.ptr()));
+        } else if (auto plain = to_plain(value)) {
+          kwargs.values.set(kwargs.names.back(), std::move(*plain));
+        }
       }
       kwargs.bound = hold(dict);
     }
@@ -350,6 +370,7 @@ class PythonFuser {
   std::shared_ptr<OperationFuser> shared_;
   OperationFuser& fuser_;
   std::vector<ParameterSource> sources_;  // they borrow modules that `refs` keeps
+  std::vector<py::handle> first_;         // likewise: those to be prepared in the first call
   bool reads_training_ = false;
   int running_ = 0;
   uint64_t dropped_ = 0;

@@ -35,4 +35,5 @@ PYBIND11_MODULE(_C, m) {
   bind_explain(m);
   bind_testing(m);
   bind_storage(m);
+  bind_routing(m);
 }

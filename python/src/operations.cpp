@@ -9,6 +9,7 @@
 #include "ligature/fuser/builtin_scope.h"
 #include "ligature/fuser/registry.h"
 #include "ligature/ops/basic_linear.h"
+#include "ligature/ops/grouped_linear.h"
 #include "ligature/readable.h"
 #include "ligature/recipes/autocast.h"
 
@@ -261,8 +262,12 @@ MainGrad find_main_grad(const BasicOperation& op, const Tensor& parameter) {
     py::object param = wrap(parameter);
     // A context that was filled by hand does not name the weight: it is the one of the module.
     const py::handle module = held(op.bound);
-    if (module && parameter.is_same(op.parameter_owner().own_parameters()["weight"])) {
+    const Tensor* own = op.parameter_owner().own_parameters().find("weight");
+    if (module && own != nullptr && parameter.is_same(*own)) {
       param = module.attr("_parameter_owner").attr("weight");
+    }
+    if (py::hasattr(param, "__fsdp_param__") && py::hasattr(param, "get_main_grad")) {
+      param.attr("main_grad") = param.attr("get_main_grad")();
     }
     if (!py::hasattr(param, "main_grad")) return found;
     found.buffer = unwrap(param.attr("main_grad"), "[" + op.label() + "] main_grad");
@@ -336,6 +341,11 @@ void bind_operations(py::module_& m) {
       .def("op_forward_compute", &op_forward_compute)
       .def("op_forward_save_ctx", &op_forward_save_ctx)
       .def("op_backward", &op_backward);
+  py::class_<GroupedLinearImpl, BasicOperation, std::shared_ptr<GroupedLinearImpl>>(m,
+                                                                                    "GroupedLinear")
+      .def_property_readonly("num_delayed", &GroupedLinearImpl::num_delayed)
+      .def("backward_dw", &GroupedLinearImpl::backward_dw,
+           py::call_guard<py::gil_scoped_release>());
 
   m.def("make_operation", [](const std::string& name, const py::dict& options) {
     return make_operation(name, state_from_dict(options, "option"));

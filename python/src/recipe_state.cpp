@@ -89,11 +89,11 @@ void load_state(BasicOperation& op, const std::shared_ptr<Recipe>& recipe, at::D
 
 /// The weight as this thread's quantized_model_init wants it, with the values to be kept or None;
 /// None where it stays in high precision.
-py::object new_weight_object(BasicOperation& op, const Tensor& weight) {
+py::object new_weight_object(BasicOperation& op, const Tensor& weight, size_t index) {
   Tensor made;
   {
     py::gil_scoped_release no_gil;
-    made = new_weight(op, weight);
+    made = new_weight(op, weight, index);
   }
   if (made.is_same(weight)) return py::none();
   return py::make_tuple(wrap(made), wrap(high_precision_init_val(made)));
@@ -136,8 +136,8 @@ void bind_recipe_state(py::module_& m) {
             op.reset_recipe_state(recipe, device);
           },
           py::arg("recipe"), py::arg("device"), NoGil())
-      .def("new_weight", &new_weight_object, py::arg("weight"))
-      .def("adopt_weight", &adopt_weight, py::arg("weight"));
+      .def("new_weight", &new_weight_object, py::arg("weight"), py::arg("index") = 0)
+      .def("adopt_weight", &adopt_weight, py::arg("weight"), py::arg("index") = 0);
   m.def("note_weights_changed", &note_weights_changed);
   m.def(
       "enter_quantized_model_init",

@@ -217,6 +217,16 @@ TEST(OpsContract, OperationsAreMadeByName) {
       options.set("size", int64_t{4});
     } else if (name == "LayerNorm" || name == "RMSNorm") {
       options.set("normalized_shape", std::vector<int64_t>{4});
+    } else if (name == "GroupedLinear") {
+      options.set("num_groups", int64_t{2});
+      options.set("in_features", int64_t{4});
+      options.set("out_features", int64_t{4});
+    } else if (name == "Dispatch") {
+      options.set("num_experts", int64_t{3});
+    } else if (name == "TopKRouter") {
+      options.set("hidden_size", int64_t{4});
+      options.set("num_experts", int64_t{3});
+      options.set("top_k", int64_t{2});
     }
     BasicOpPtr op = make_operation(name, options);
     EXPECT_EQ(op->name(), name);

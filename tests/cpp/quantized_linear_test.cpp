@@ -304,8 +304,9 @@ TEST(QuantizedLinear, TheWeightIsQuantizedOncePerVersion) {
   const auto cached = [&] {
     Autocast autocast({.recipe = recipe});
     fuser(x);
-    return linear->quantization()->weight->get(
-        linear->weight(), *linear->quantization()->forward_quantizer(1), {true, false});
+    const OpQuantizationPtr own = linear->quantization();
+    const Tensor& weight = linear->weight();
+    return (*own->weights)[0].get(weight, *own->forward_quantizer(1), {true, false}, weight);
   };
   const QuantizedPtr first = cached();
   EXPECT_EQ(first, cached());

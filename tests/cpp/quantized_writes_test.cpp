@@ -258,7 +258,8 @@ TEST(DelayedStateTest, OutlivesRecipesThatAreForgotten) {
     known.push_back(op->quantization());
     const OpQuantizationPtr own = op->quantization();
     const Usage usage = own->forward[1]->usage_for({true, false}, on_device().device());
-    weights.push_back(own->weight->get(linear->weight(), *own->forward[1], usage));
+    const Tensor& weight = linear->weight();
+    weights.push_back((*own->weights)[0].get(weight, *own->forward[1], usage, weight));
   }
   const auto alive = [](const auto& pointers) {
     return std::count_if(pointers.begin(), pointers.end(),

@@ -20,6 +20,7 @@ from .fuser import (
 )
 from .fusible import FusibleOperation
 from .linear import Linear
+from .mixture import mixture_of_experts
 from .op import BasicOperation, FusedOperation, OperationContext
 from .sequential import Sequential
 
@@ -36,6 +37,7 @@ __all__ = [
     "basic",
     "fused",
     "fuser",
+    "mixture_of_experts",
     "optional",
     "register_backward_fusion",
     "register_forward_backward_fusion",

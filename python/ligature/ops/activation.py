@@ -38,7 +38,7 @@ def _interleaved() -> Any:
 def _recomputed() -> Any:
     return option(
         "activation_recompute_in_mlp",
-        "Accepted for compatibility, no effect: there is no grouped MLP to recompute it in.",
+        "Whether a grouped MLP makes the output again in backward; GroupedMLP does so either way.",
     )
 
 
@@ -158,7 +158,12 @@ class SiTUGLU(BuiltinOperation):
         )
 
 
+def _unit_scale() -> Any:
+    return option("unit_scale", "Scales are taken for 1, whatever they are; one element will do.")
+
+
 class _ScaledGLU(BuiltinOperation):
+    _grouped_mlp_unit_activation_scale: bool = _unit_scale()
     activation_recompute_in_mlp: bool = _recomputed()
     glu_interleave_size: int | None = _interleaved()
 
@@ -179,8 +184,9 @@ class _ScaledGLU(BuiltinOperation):
 class ScaledSwiGLU(_ScaledGLU):
     """SwiGLU times an extra input: one scale per row, of the shape without the last dimension.
 
-    ``activation_recompute_in_mlp``, of this and the other scaled activations, is accepted for
-    compatibility, no effect: there is no grouped MLP to recompute it in.
+    ``activation_recompute_in_mlp``, of this and the other scaled activations, allows a grouped MLP
+    to make the output again in backward. :class:`fused.GroupedMLP` does so with True and False: it
+    costs no GEMM and changes no bit.
     """
 
     def __init__(
@@ -241,6 +247,7 @@ class ScaledClampedQGeGLU(_ScaledGLU):
 class ScaledSReLU(BuiltinOperation):
     """SReLU times an extra input: one scale per row."""
 
+    _grouped_mlp_unit_activation_scale: bool = _unit_scale()
     activation_recompute_in_mlp: bool = _recomputed()
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:

@@ -23,6 +23,9 @@ __all__ = [
     "ForwardLinearBiasActivation",
     "ForwardLinearBiasAdd",
     "ForwardLinearScaleAdd",
+    "GroupedMLP",
+    "GroupedMLP_CuTeGEMMGLU",
+    "GroupedMLP_CuTeGEMMUnary",
 ]
 
 
@@ -105,6 +108,26 @@ class BackwardAddRMSNorm(_BuiltinFused):
 
 class DenseMLP(_BuiltinFused):
     """Norm, linear, activation, linear, forward and backward, that recomputes what is cheap."""
+
+
+class GroupedMLP(_BuiltinFused):
+    """Grouped linear, activation, grouped linear, forward and backward, with or without Dispatch
+    before and Combine after them.
+
+    It saves its input and the first linear's output; the second linear's input is made again in
+    backward. With Dispatch and Combine the rows are gathered inside the GEMMs, and no copy of the
+    input in the experts' order is made.
+    """
+
+    @classmethod
+    def is_supported(cls) -> bool:
+        """Whether it can be computed here: on every device, in every dtype and recipe."""
+        return True
+
+
+#: The names that te.ops gives it for gated and for other activations.
+GroupedMLP_CuTeGEMMGLU = GroupedMLP
+GroupedMLP_CuTeGEMMUnary = GroupedMLP
 
 
 def _wrap(op: _C.Operation) -> FusedOperation:

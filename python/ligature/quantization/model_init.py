@@ -82,10 +82,15 @@ class _InitialValue:
         self.value = None
 
 
-def quantize_new_weight(owner: Any, part: BasicOperation) -> None:
-    """Replaces ``owner.weight`` by a quantized one where this thread asks for it."""
-    weight: torch.nn.Parameter = owner.weight
-    made = part._handle.new_weight(weight.detach())
+def quantize_new_weight(
+    owner: Any, part: BasicOperation, name: str = "weight", index: int = 0
+) -> None:
+    """Replaces a weight of ``owner`` by a quantized one where this thread asks for it.
+
+    ``index`` says which of the operation's weights it is.
+    """
+    weight: torch.nn.Parameter = getattr(owner, name)
+    made = part._handle.new_weight(weight.detach(), index)
     if made is None:
         return
     quantized, values = made
@@ -94,4 +99,4 @@ def quantize_new_weight(owner: Any, part: BasicOperation) -> None:
         initial = _InitialValue(values)
         parameter.get_high_precision_init_val = initial.get  # type: ignore[attr-defined]
         parameter.clear_high_precision_init_val = initial.clear  # type: ignore[attr-defined]
-    owner.weight = parameter
+    setattr(owner, name, parameter)

@@ -61,6 +61,19 @@ SIGNATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "AddExtraInput": ({}, {"in_place": False}),
     "MakeExtraOutput": ({}, {"in_place": False}),
     "Quantize": ({"forward": True, "backward": False}, {}),
+    "GroupedLinear": (
+        {"num_groups": REQUIRED, **FEATURES},
+        {
+            "bias": True,
+            **PLACE,
+            "rng_state_tracker_function": None,
+            "accumulate_into_main_grad": False,
+            "single_grouped_weight": False,
+            "single_grouped_bias": False,
+            "delay_wgrad_compute": False,
+            "scale_bias": False,
+        },
+    ),
 }
 #: Names of te.ops that are no operations; these have tests of their own below.
 OTHERS = {
@@ -70,6 +83,7 @@ OTHERS = {
 }
 #: What te.ops has not.
 OWN = {"Fusion", "FusionHandle", "optional"}
+OWN |= {"Combine", "Dispatch", "TopKRouter", "mixture_of_experts"}
 
 ATTENTION = {"fp8_dpa": False, "fp8_mha": False, "backward_override": None}
 SPLIT, FAST = MMParams(use_split_accumulator=True), MMParams(use_split_accumulator=False)
@@ -432,7 +446,7 @@ def test_options_can_be_read_back() -> None:
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_repr_names_the_class(name: str) -> None:
     values = {"in_features": 3, "out_features": 5, "size": 4, "normalized_shape": 4}
-    values |= {"p": 0.25, "shape": (2, -1), "scale": 2.0}
+    values |= {"p": 0.25, "shape": (2, -1), "scale": 2.0, "num_groups": 2}
     required = [key for key, default in SIGNATURES[name][0].items() if default is REQUIRED]
     op = getattr(te.ops, name)(**{key: values[key] for key in required})
     text = repr(op)

@@ -75,7 +75,8 @@ def test_python_reference_is_complete(site: Path) -> None:
     missing = [name for name in names if f'<h3 id="{name}">' not in text]
     assert not missing
     fused = (site / "python_ligature.ops.fused.html").read_text(encoding="utf-8")
-    assert all(f'<h3 id="{name}">' in fused for name in te.ops.fused.__all__)
+    classes = {getattr(te.ops.fused, name).__name__ for name in te.ops.fused.__all__}
+    assert all(f'<h3 id="{name}">' in fused for name in classes)
     top = Text(site / "python_ligature.html").words
     assert all(name in top for name in te.__all__)
     words = Text(site / "python_ligature.ops.html").words

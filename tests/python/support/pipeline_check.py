@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from pipeline_case import Call, Case, Op, every_op
-from pipeline_model import Given, Hooks, Model, laid_out, random_values, torch_dtype
+from pipeline_model import Given, GivenSplits, Hooks, Model, laid_out, random_values, torch_dtype
 from pipeline_ops import register
 from pipeline_reference import PipelineReference, Rounding
 from pipeline_unfused import Pass, Unfused, has_quantize
@@ -190,7 +190,11 @@ class Check:
         given = [Given(call.shape, torch_dtype(case.dtype), call.layout, call.grad, call.seed)]
         run = Run(call, given, [], [], [], [])
 
-        def new_extra(op: Op, shape: tuple[int, ...], current: torch.dtype) -> Given:
+        def new_extra(op: Op, shape: tuple[Any, ...], current: torch.dtype) -> Any:
+            if op.kind == "GroupedLinear":
+                splits = GivenSplits(shape[1], shape[2], call.seed + len(given))
+                given.append(splits)
+                return splits
             k = len(given)
             grad = call.extra_grads[k % len(call.extra_grads)]
             in_place = bool(op.options.get("in_place"))

@@ -77,9 +77,12 @@ class Draw:
         kinds = ["linear", "norm", "smooth", "small", "relu"]
         kinds += ["gated", "gated", "scaled"] if self.degree <= 3 else ["norm", "norm"]
         kinds += ["guest", *["linear"] * (3 if self.recipe else 0)]
+        kinds += ["experts"] if not self.recipe else []
         kind = self.pick(kinds)
         if kind == "linear":
             return self.linear()
+        if kind == "experts":
+            return self.experts()
         if kind == "norm":
             return self.norm()
         if kind in ("gated", "scaled") and (kind == "scaled" or wide % 2 == 0):
@@ -111,6 +114,23 @@ class Draw:
         if self.main_grad and self.chance(60):
             options["accumulate_into_main_grad"] = True
         return self.op(kind, options, strided=self.chance(8), **given)
+
+    def experts(self, out_features: int | None = None, groups: int | None = None) -> Op:
+        dtype = self.parameter_dtype()
+        options: dict[str, Any] = {
+            "num_groups": groups or self.pick((3, 1, 2, 5)),
+            "in_features": self.shape[-1],
+            "out_features": out_features or self.pick(self.sizes),
+            "dtype": dtype,
+        }
+        for name in ("single_grouped_weight", "single_grouped_bias"):
+            if self.chance(25):
+                options[name] = True
+        if self.chance(30):
+            options["bias"] = False
+        self.shape = (*self.shape[:-1], options["out_features"])
+        self.dtype = dtype
+        return self.op("GroupedLinear", options)
 
     def norm(self) -> Op:
         options: dict[str, Any] = {"normalized_shape": self.shape[-1]}

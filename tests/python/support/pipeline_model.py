@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +41,8 @@ def _fill(module: torch.nn.Module, op: Op, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu")
-        if name == "weight" and parameter.dim() == 2 and "in_features" in op.options:
-            noise = noise / parameter.shape[1] ** 0.5
+        if name.startswith("weight") and "in_features" in op.options:
+            noise = noise / parameter.shape[-1] ** 0.5
         elif name in ("weight", "scale") and not op.options.get("zero_centered_gamma"):
             noise = 1 + 0.3 * noise
         else:
@@ -186,6 +187,32 @@ def laid_out(values: Tensor, layout: str, shape: tuple[int, ...]) -> Tensor:
     if layout == "offset" and values.dim() > 0:
         return torch.nn.functional.pad(values, (1, 0))[..., 1:]
     return values.clone()
+
+
+@dataclass
+class GivenSplits:
+    """Sizes of groups that the caller gives: some empty, with or without rows behind them."""
+
+    groups: int
+    rows: int
+    seed: int
+    grad: str = "none"
+    dtype: torch.dtype = torch.int64
+    in_place: bool = False
+
+    def __post_init__(self) -> None:
+        rng = random.Random(self.seed)
+        cuts = sorted(rng.randrange(self.rows + 1) for _ in range(self.groups))
+        if rng.randrange(2):
+            cuts[-1] = self.rows
+        sizes = [end - begin for begin, end in zip([0, *cuts[:-1]], cuts, strict=True)]
+        self.leaf = self.passed = torch.tensor(sizes)
+
+    def copy(self) -> Tensor:
+        return self.leaf
+
+    def check_unchanged(self, what: str) -> None:
+        assert self.passed._version == 0, f"{what} was changed"
 
 
 @dataclass

@@ -32,6 +32,10 @@ _LINEARS = (te.ops.Linear, te.ops.BasicLinear, torch.nn.Linear)
 _ACTIVATIONS = tuple(getattr(te.ops, name) for name in te.ops.__all__ if name.endswith("LU"))
 
 
+def module_dtype(module: torch.nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
 class _Round(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, noise: Callable[[Tensor], Tensor]) -> Tensor:
@@ -254,6 +258,12 @@ class PipelineReference(Reference):
             if not op.gives or op.to_caller:
                 self.outputs.append((made.clone(), dtype))
 
+        if isinstance(module, te.ops.GroupedLinear):
+            rows = x.reshape(-1, x.shape[-1])
+            sizes, _ = take(("splits", module.num_groups, rows.shape[0]))
+            return self._of_groups(module, x, rows, sizes.tolist()), self._cast(
+                module_dtype(module)
+            )
         if isinstance(module, te.ops.AddExtraInput):
             extra, dtype = take(x.shape)
             return x + extra, dtype if module.in_place else self.dtype
@@ -272,6 +282,28 @@ class PipelineReference(Reference):
             y = self._apply(module, self._taken(module, x))
             return y * scales.unsqueeze(-1), self._cast(self.dtype)
         return self._apply(module, self._taken(module, x)), self._dtype_after(module)
+
+    def _of_groups(
+        self, module: te.ops.GroupedLinear, x: Tensor, rows: Tensor, sizes: list[int]
+    ) -> Tensor:
+        dtype = self._cast(module_dtype(module))
+        round_ = self.rounding or (lambda value, dtype: value)
+
+        def of_group(kind: str, single: bool, group: int) -> Tensor:
+            whole = self._parameter(getattr(module, kind if single else f"{kind}{group}"))
+            assert whole is not None
+            return whole[group] if single else whole
+
+        parts, begin = [], 0
+        for group, size in enumerate(sizes):
+            own = round_(rows[begin : begin + size], dtype)
+            begin += size
+            y = round_(own @ of_group("weight", module.single_grouped_weight, group).T, dtype)
+            if module.has_bias:
+                y = y + of_group("bias", module.single_grouped_bias, group)
+            parts.append(y)
+        parts.append(rows.new_zeros(rows.shape[0] - begin, module.out_features))
+        return torch.cat(parts).reshape(*x.shape[:-1], module.out_features)
 
     def _dtype_after(self, module: torch.nn.Module) -> torch.dtype:
         if isinstance(module, _LINEARS):

@@ -121,7 +121,10 @@ class _Maker(Draw):
         """Neighbours that built-in fusions look for."""
         kinds = ("linear act", "bias act", "linear add", "fork linear", "fork norm", "mlp", "mlp")
         kinds += ("residual", "residual", "scales", "twice", "linear silu")
+        kinds += ("experts",) if not self.recipe else ()
         kind = self.pick(kinds)
+        if kind == "experts":
+            return self.experts_block()
         if kind == "residual":
             return self.residual()
         if kind == "scales":
@@ -169,6 +172,12 @@ class _Maker(Draw):
         out.append(self.linear(wide))
         assert self.shape == (*rows, wide)
         return [*out, *([self.join()] if before or after else [])]
+
+    def experts_block(self) -> list[Op]:
+        groups = self.pick((2, 1, 3))
+        norm, first = self.norm(), self.experts(self.pick((8, 12, 16)), groups)
+        act = self.activation(self.pick(("gated", "scaled")))
+        return [norm, first, act, self.experts(groups=groups)]
 
     def residual(self) -> list[Op]:
         """A branch that is taken up later, sometimes more than once."""
@@ -224,7 +233,8 @@ class _Maker(Draw):
     def nest(self, depth: int) -> Nest:
         ops = self.ops(self.pick((2, 1, 3)), depth + 1)
         plain = not any(
-            op.kind in (*BRANCHES, "RowScales", "TimesExtra", *SCALED) for op in every_op(ops)
+            op.kind in (*BRANCHES, "RowScales", "TimesExtra", "GroupedLinear", *SCALED)
+            for op in every_op(ops)
         )
         # A backward hook hands views in that may not be written to.
         written = any(op.options.get("in_place") and op.kind == BRANCHES[0] for op in every_op(ops))
@@ -258,7 +268,7 @@ class _Maker(Draw):
             if form == "declarative" and pattern[:2] == ("BasicLinear", "Bias") and self.chance(50):
                 pattern = ("Linear", *pattern[2:])
             style = "Pieces"
-            halves = not set(pattern) & {"Linear", *GUESTS, *BRANCHES, *SCALED}
+            halves = not set(pattern) & {"Linear", "GroupedLinear", *GUESTS, *BRANCHES, *SCALED}
             if kind == "forward" and halves and self.chance(40):
                 style = "SplitPieces"
             plain = not (self.mixed or self.autocast or (self.main_grad and kind != "forward"))

@@ -275,11 +275,45 @@ class Reference:
             if module._handle.extra_output_to_caller(0):
                 outputs.append(x)
             return x
+        if isinstance(module, ops.GroupedLinear):
+            channel = module._handle.extra_input_channel(0)
+            splits = channels[channel] if channel else extras.pop(0)
+            scales = None
+            if module.num_extra_inputs == 2:
+                channel = module._handle.extra_input_channel(1)
+                scales = channels[channel] if channel else extras.pop(0)
+            return self._grouped_linear(module, x, splits.tolist(), scales)
         if type(module).__name__.startswith("Scaled"):
             channel = module._handle.extra_input_channel(0)
             scales = channels[channel] if channel else extras.pop(0)
             return self._apply(module, x) * scales.unsqueeze(-1)
         return self._apply(module, x)
+
+    def _grouped_linear(
+        self, module: ops.GroupedLinear, x: Tensor, splits: list[int], scales: Tensor | None
+    ) -> Tensor:
+        """Rows past the last group are zeros, whatever they were."""
+
+        def of_group(kind: str, single: bool, group: int) -> Tensor:
+            parameter = getattr(module, kind if single else f"{kind}{group}")
+            copy = self._parameter(parameter)
+            assert copy is not None
+            return copy[group] if single else copy
+
+        rows = x.reshape(-1, module.in_features)
+        parts = []
+        begin = 0
+        for group, size in enumerate(splits):
+            own = rows[begin : begin + size]
+            y = own @ of_group("weight", module.single_grouped_weight, group).T
+            if module.has_bias:
+                bias = of_group("bias", module.single_grouped_bias, group)
+                factor = 1 if scales is None else scales.flatten()[begin : begin + size, None]
+                y = y + factor * bias
+            parts.append(y)
+            begin += size
+        parts.append(x.new_zeros(rows.shape[0] - begin, module.out_features))
+        return torch.cat(parts).reshape(*x.shape[:-1], module.out_features)
 
     def _apply(self, module: torch.nn.Module, x: Tensor) -> Tensor:
         name = type(module).__name__
@@ -329,7 +363,7 @@ def check_against_reference(
     they belong to. Leaves no gradients behind.
     """
     reference = Reference(module)
-    copies = [float64_copy(x) for x in inputs]
+    copies = [float64_copy(x) if x.is_floating_point() else x for x in inputs]
     wanted = reference(*copies)
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
     leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]

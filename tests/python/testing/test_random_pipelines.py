@@ -106,10 +106,13 @@ def test_a_soak_and_what_it_covers() -> None:
         return
     # Those that pay on one kind of GPU alone have sizes there that are not random.
     on_gpus = {"BackwardLinearActivation", "BackwardLinearBias"}
-    assert {*te.ops.fused.__all__} - on_gpus <= set(fused)
+    made = {name for name in te.ops.fused.__all__ if getattr(te.ops.fused, name).__name__ == name}
+    assert made - on_gpus <= set(fused)
     assert {"Pieces", "SplitPieces"} <= set(fused)
     kinds = {op.kind for n in range(ENOUGH) for op in every_op(numbered_case(7, n).ops)}
-    assert set(_C.operation_names()) | {"Linear", *pipeline_ops.GUESTS} <= kinds
+    # What rounding sends to another expert cannot be compared: test_routing has those.
+    routing = {"TopKRouter", "Dispatch", "Combine"}
+    assert {*_C.operation_names()} - routing | {"Linear", *pipeline_ops.GUESTS} <= kinds
 
 
 # -- the data

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import routing_reference as routing
 import torch
 import torch.nn.functional as F
 from reference import (
@@ -47,6 +48,32 @@ def norm(cls: type, formula: Callable[..., Tensor], **options: Any) -> tuple[Any
 
 def dropout(x: Tensor) -> Tensor:
     return torch.ops.aten.native_dropout(x, 0.5, True)[0]
+
+
+def routed(x: Tensor, experts: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+    """Dispatch to three experts."""
+    routing_map = routing.routing_map_of(experts, 3).view(2, *x.shape[:-1], experts.shape[1])
+    rows, of_rows = routing.dispatch(x, experts, probs, 3)
+    return rows, routing.splits_of(experts, 3), of_rows, routing_map
+
+
+def grouped(x: Tensor, splits: Tensor, scales: Tensor | None = None, **params: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    parts, begin = [], 0
+    for group, size in enumerate(splits.tolist()):
+        own = slice(begin, begin + size)
+        bias = params[f"bias{group}"]
+        factor = 1 if scales is None else scales.flatten()[own, None]
+        parts.append(rows[own] @ params[f"weight{group}"].T + factor * bias)
+        begin += size
+    parts.append(rows.new_zeros(rows.shape[0] - begin, parts[0].shape[1]))
+    return torch.cat(parts).reshape(*x.shape[:-1], parts[0].shape[1])
+
+
+def combined(x: Tensor, routing_map: Tensor) -> Tensor:
+    of_slots = routing_map[1].flatten().long()
+    rows = torch.where(of_slots[:, None] >= 0, x[of_slots.clamp(min=0)], 0.0)
+    return rows.reshape(*routing_map.shape[1:], x.shape[1]).sum(-2)
 
 
 #: By the name of the operation: how to make it, its formula, and how to call the check.
@@ -94,6 +121,25 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
             {"may_change_gradients": True},
         ),
     ],
+    "GroupedLinear": [
+        (lambda dtype: te.ops.GroupedLinear(3, 8, 6, dtype=dtype), grouped),
+        (lambda dtype: te.ops.GroupedLinear(3, 8, 6, dtype=dtype, scale_bias=True), grouped, {}),
+    ],
+    "Dispatch": [
+        (
+            lambda: te.ops.Dispatch(3),
+            routed,
+            {"extra_shapes": [[(n, 2), (n, 2)] for n in (5, 6, 0)]},
+        )
+    ],
+    "Combine": [(lambda: te.ops.Combine(), combined, {"shapes": [(5, 8), (6, 8), (0, 8)]})],
+    "TopKRouter": [
+        (
+            lambda dtype: te.ops.TopKRouter(8, 4, 2, aux_loss_coeff=0.5, dtype=dtype),
+            lambda x, weight: (x, *routing.router(x, weight, 2, aux_loss_coeff=0.5)),
+            {"shapes": [(5, 8), (2, 3, 8)], "tolerance": 4, "may_change_dtype": True},
+        )
+    ],
 }
 
 
@@ -101,7 +147,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
 def test_every_registered_operation(name: str) -> None:
     assert name in CASES, f"{name} is registered: add its formula here"
     for make, formula, *more in CASES[name]:
-        assert check_operation(make, formula, SHAPES, **dict(*more)).runs > 0
+        options = {"shapes": SHAPES, **dict(*more)}
+        assert check_operation(make, formula, **options).runs > 0
     make, formula, *more = CASES[name][0]
     mixed = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), torch.float16]
     if not more:

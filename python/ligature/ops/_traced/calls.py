@@ -33,6 +33,9 @@ def call(
     """Calls a fuser in traced code."""
     if group.outside is not None:
         return group.outside(x, *extra_inputs, basic_op_kwargs=kwargs)
+    if kwargs and any(isinstance(v, torch.Tensor) for own in kwargs for v in own.values()):
+        assert group.with_buffers is not None
+        return group.with_buffers(x, *extra_inputs, basic_op_kwargs=kwargs)
     static, params = arguments(group, (SCOPE.recipe, SCOPE.flags, SCOPE.own))
     owner = group.owners[group.prepare_owner(x.device)]
     scales: list[torch.Tensor] = []

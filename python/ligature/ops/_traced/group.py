@@ -34,6 +34,8 @@ class Traced:
     label: str
     #: The eager call, where it cannot be traced: a compiler breaks its graph there and says why.
     outside: Callable[..., Any] | None = None
+    #: The same for a call that is given buffers.
+    with_buffers: Callable[..., Any] | None = None
     #: By recipe: factors, largest values and histories of delayed scaling, inputs of a graph.
     delayed: dict[str, tuple[list[torch.Tensor], ...]] = field(default_factory=dict)
     #: By device: what a graph holds so that its operations outlive the model, an input of it.
@@ -90,7 +92,9 @@ def traced(fuser: Any) -> Traced:
     number, label = register(fuser)
     reason = why_not(parts)
     outside = torch.compiler.disable(fuser.__call__, reason=reason) if reason else None
-    return Traced(str(number), tuple(sources), label, outside)
+    reason = reason or "the call writes into buffers that it was given as keyword arguments"
+    with_buffers = torch.compiler.disable(fuser.__call__, reason=reason)
+    return Traced(str(number), tuple(sources), label, outside, with_buffers)
 
 
 #: By fuser: the operations written in Python, which read their parameters for themselves.
@@ -141,6 +145,8 @@ def why_not(parts: Any) -> str:
                 )
         if part._handle.options().get("accumulate_into_main_grad"):
             return f"{type(part._parameter_owner).__name__} adds into main_grad in backward"
+        if part._handle.options().get("delay_wgrad_compute"):
+            return f"{type(part).__name__} keeps its weight gradients for backward_dw()"
     return ""
 
 

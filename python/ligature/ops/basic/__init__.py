@@ -9,18 +9,23 @@ from typing import Any, Self
 
 import torch
 
-from .._arguments import check_group, listed
-from ..quantization.model_init import quantize_new_weight
-from . import activation
-from ._builtin import BuiltinOperation, option
-from .activation import *  # noqa: F403
+from ..._arguments import check_group, listed
+from ...quantization.model_init import quantize_new_weight
+from .. import activation
+from .._builtin import BuiltinOperation, option
+from ..activation import *  # noqa: F403
+from .grouped_linear import GroupedLinear
+from .routing import Combine, Dispatch, TopKRouter
 
 __all__ = [
     "AddExtraInput",
     "BasicLinear",
     "Bias",
+    "Combine",
     "ConstantScale",
+    "Dispatch",
     "Dropout",
+    "GroupedLinear",
     "Identity",
     "L2Normalization",
     "LayerNorm",
@@ -28,6 +33,7 @@ __all__ = [
     "Quantize",
     "RMSNorm",
     "Reshape",
+    "TopKRouter",
 ]
 __all__ += activation.__all__
 
