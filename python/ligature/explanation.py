@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -122,6 +122,15 @@ def example_tensors(module: torch.nn.Module | None, example: Sequence[Any]) -> l
     return [_example_tensor(item, parameters) for item in example]
 
 
+def _named_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Those of a model, and what an integration computes with in a module's place."""
+    for name, module in model.named_modules():
+        yield name, module
+        instead = module.__dict__.get("_ligature")
+        if isinstance(instead, torch.nn.Module):
+            yield from instead.named_modules(prefix=name)
+
+
 def explain(model: torch.nn.Module, *example: Any) -> Explanation:
     """Explains every ``Sequential`` (and every operation called by itself) in a model.
 
@@ -138,7 +147,7 @@ def explain(model: torch.nn.Module, *example: Any) -> Explanation:
             model(*example)
     named: list[tuple[str, _C.Explanation]] = []
     covered: list[str] = []
-    for name, module in model.named_modules():
+    for name, module in _named_modules(model):
         if any(name.startswith(prefix) for prefix in covered):
             continue
         if isinstance(module, Sequential):

@@ -307,7 +307,6 @@ def test_refused(case: str) -> None:
     ("kind", "options", "message"),
     [
         ("Llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ("Mixtral", {"num_local_experts": 2}, "it is a mixture of experts"),
         ("Starcoder2", {}, "not made of gate_proj, up_proj and down_proj"),
     ],
 )

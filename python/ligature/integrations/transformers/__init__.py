@@ -1,4 +1,4 @@
-"""Decoders of the transformers package with their MLPs and norms computed by Ligature.
+"""Decoders of the transformers package with their MLPs, experts and norms computed by Ligature.
 
 :func:`replace` changes a model in place; its checkpoints stay what they were::
 
@@ -7,8 +7,13 @@
 
     model = AutoModelForCausalLM.from_pretrained(...)
     print(replace(model))
+
+With this module imported, transformers has an implementation of experts named ``"ligature"``::
+
+    model.set_experts_implementation("ligature")
 """
 
+from .experts import register as _register
 from .modules import GatedMLP, NormInMLP
 from .optimizer_state import convert_optimizer_state
 from .replacing import gradient_checkpointing_enable, replace
@@ -24,3 +29,5 @@ __all__ = [
     "gradient_checkpointing_enable",
     "replace",
 ]
+
+_register()

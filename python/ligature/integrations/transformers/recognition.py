@@ -67,7 +67,7 @@ def _check_plain(module: torch.nn.Module, name: str = "it") -> None:
         raise UnsupportedError(f"{name} is compiled; replace first, then compile")
 
 
-def _check_parameter(parameter: Any, shape: tuple[int, ...], name: str) -> None:
+def check_parameter(parameter: Any, shape: tuple[int, ...], name: str) -> None:
     if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not Tensor:
         raise UnsupportedError(f"{name} is a {type(parameter).__name__}, not a plain parameter")
     if parameter.dtype not in _DTYPES:
@@ -132,7 +132,7 @@ def _read_norm(module: torch.nn.Module) -> Norm:
     if weight.dim() != 1:
         raise UnsupportedError(f"its weight must have one dimension, got {tuple(weight.shape)}")
     _check_plain(module)
-    _check_parameter(weight, tuple(weight.shape), "its weight")
+    check_parameter(weight, tuple(weight.shape), "its weight")
     found = [getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)]
     if not found or not isinstance(found[0], float):
         raise UnsupportedError(f"it has no eps that is a number, got {found[0] if found else None}")
@@ -151,7 +151,16 @@ def _read_norm(module: torch.nn.Module) -> Norm:
     raise UnsupportedError("it computes something else than an RMSNorm")
 
 
-# -- MLPs
+# -- MLPs and experts
+
+
+def check_experts(module: torch.nn.Module) -> None:
+    """Refuses a module of experts that another package has changed."""
+    if module._compiled_call_impl is not None:
+        raise UnsupportedError("it is compiled; replace first, then compile")
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            check_parameter(parameter, tuple(parameter.shape), name)
 
 
 def is_mlp(name: str, module: torch.nn.Module) -> bool:
@@ -166,7 +175,7 @@ def read_mlp(module: torch.nn.Module, hidden_act: Any) -> MLP:
     """The gated MLP that a module is."""
     parts = {name: child for name, child in module._modules.items() if child is not None}
     if "experts" in parts or "moe" in type(module).__name__.lower():
-        raise UnsupportedError("it is a mixture of experts")
+        raise UnsupportedError("it is a mixture of experts that takes no other implementation")
     names = [*HALVES, "down_proj"] if "gate_proj" in parts else [JOINED, "down_proj"]
     if not set(names) <= set(parts) or module._parameters:
         raise UnsupportedError("it is not made of gate_proj, up_proj and down_proj")
@@ -188,9 +197,9 @@ def _read_linear(module: torch.nn.Module, name: str) -> torch.nn.Linear:
     if type(module) is not torch.nn.Linear:
         raise UnsupportedError(f"{name} is a {type(module).__name__}, not a torch.nn.Linear")
     _check_plain(module, name)
-    _check_parameter(module.weight, (module.out_features, module.in_features), f"{name}.weight")
+    check_parameter(module.weight, (module.out_features, module.in_features), f"{name}.weight")
     if module.bias is not None:
-        _check_parameter(module.bias, (module.out_features,), f"{name}.bias")
+        check_parameter(module.bias, (module.out_features,), f"{name}.bias")
     return module
 
 

@@ -1,4 +1,4 @@
-"""Replaces the MLPs and norms of a decoder: first everything is looked at, then it is changed."""
+"""Replaces the MLPs, experts and norms of a decoder: first all is looked at, then it is changed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,28 @@ from ...ops.fusible import FusibleOperation
 from ...quantization import checkpoint, quantized_model_init
 from ...quantization.checkpointing import state_keys
 from .dataflow import norm_before
+from .experts import ExpertsPipeline, is_experts, is_replaced, replace_experts, state_names
 from .modules import GatedMLP, NormInMLP, keep_norm_names
-from .recognition import MLP, Norm, UnsupportedError, is_mlp, read_mlp, read_norm
+from .recognition import (
+    MLP,
+    Norm,
+    UnsupportedError,
+    check_experts,
+    is_mlp,
+    read_mlp,
+    read_norm,
+)
 from .report import Left, Replaced, Report
 from .saving import SavePretrained
 
 
 def replace(model: torch.nn.Module, *, strict: bool = True, recompute: str = "none") -> Report:
-    """Lets Ligature compute the MLPs and RMSNorms of a decoder of the transformers package.
+    """Lets Ligature compute the MLPs, experts and RMSNorms of a decoder of transformers.
 
     An MLP of the form ``down(act(gate(x)) * up(x))`` becomes one pipeline with the norm in front of
     it, where nothing else takes that norm's output; other RMSNorms become operations. Modules are
-    recognized by what they have and what they compute, not by their class.
+    recognized by what they have and what they compute, not by their class. The experts of a mixture
+    stay the modules that they are, with the implementation ``"ligature"``.
 
     Parameters keep their values, device, dtype and ``requires_grad``; those of ``gate_proj`` and
     ``up_proj`` are joined into new ones, so make the optimizer afterwards. ``state_dict`` and
@@ -94,6 +104,7 @@ class _Plan:
     model: torch.nn.Module
     norms: dict[str, Norm] = field(default_factory=dict)
     mlps: dict[str, _FoundMLP] = field(default_factory=dict)
+    experts: dict[str, torch.nn.Module] = field(default_factory=dict)
     left: list[Left] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -108,20 +119,44 @@ class _Plan:
                 self.left.append(Left(name, type(module).__name__, str(error)))
         for name, parts in found.items():
             self.mlps[name] = self._with_norm(name, parts)
+        self._leave_experts_together()
 
     def _candidates(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Everything but Ligature's own and what is inside of an MLP."""
+        """Everything but Ligature's own and what is inside of an MLP or of experts.
+
+        A mixture whose experts are there for themselves is looked into."""
         passed = ""
         for name, module in self.model.named_modules():
             if not name or (passed and name.startswith(passed)):
                 continue
             own = isinstance(module, FusibleOperation | Sequential | NormInMLP)
-            if own or is_mlp(name, module):
+            if any(map(is_experts, module.children())):
+                continue
+            if own or is_experts(module) or is_mlp(name, module):
                 passed = f"{name}."
             if not own:
                 yield name, module
 
+    def _leave_experts_together(self) -> None:
+        """Modules of one configuration have one implementation."""
+        kinds = {entry.name: self.model.get_submodule(entry.name) for entry in self.left}
+        kept = {id(m.config): name for name, m in kinds.items() if is_experts(m)}
+        for name in list(self.experts):
+            module = self.model.get_submodule(name)
+            other = kept.get(id(module.config))
+            if other is not None:
+                reason = f"{other}, which has the same configuration, cannot be replaced"
+                self.left.append(Left(name, type(module).__name__, reason))
+                del self.experts[name]
+
     def _read(self, name: str, module: torch.nn.Module, found: dict[str, MLP]) -> None:
+        if is_experts(module):
+            if not is_replaced(module):
+                check_experts(module)
+                self._check_single(module)
+                ExpertsPipeline(module)  # or why there can be none
+                self.experts[name] = module
+            return
         if is_mlp(name, module):
             parts = read_mlp(module, self._hidden_act(name))
             self._check_single(module)
@@ -153,7 +188,10 @@ class _Plan:
 
     def _with_norm(self, name: str, parts: MLP) -> _FoundMLP:
         parent, _, last = name.rpartition(".")
-        norm, reason = norm_before(self.model.get_submodule(parent), last)
+        layer = self.model.get_submodule(parent)
+        if any(map(is_experts, layer.children())):
+            return _FoundMLP(parts, None, "its input goes to the experts too")
+        norm, reason = norm_before(layer, last)
         if norm is None:
             return _FoundMLP(parts, None, reason)
         norm = f"{parent}.{norm}" if parent else norm
@@ -174,7 +212,7 @@ class _Plan:
                 "[replace] these cannot be replaced; strict=False leaves them alone\n"
                 + "\n".join(lines)
             )
-        if not self.norms and not self.mlps:
+        if not self.norms and not self.mlps and not self.experts:
             raise ValueError(
                 f"[replace] {type(self.model).__name__} has no MLP and no RMSNorm that is not "
                 "replaced already"
@@ -197,6 +235,10 @@ class _Plan:
                     layer, _, last = name.rpartition(".")
                     self._set(found.norm, NormInMLP(last, mlp))
                     layers.add(layer)
+            elif name in self.experts:
+                pipeline = replace_experts(self.experts[name], recompute)
+                note = pipeline.gate.note
+                report.replaced.append(Replaced(name, pipeline.operations, note=note))
             elif name in self.norms and name not in {f.norm for f in self.mlps.values()}:
                 self._set(name, _make_norm(self.norms.pop(name)))
                 report.replaced.append(Replaced(name, ("RMSNorm",)))
@@ -218,6 +260,9 @@ class _Plan:
                 if name.startswith(start):
                     for linear in ("gate_up_proj", "down_proj"):
                         keys |= set(state_keys(f"{name[len(start) :]}.{linear}."))
+            for name in self.experts:
+                if name.startswith(start):
+                    keys |= set(state_names(f"{name[len(start) :]}."))
             host._keys_to_ignore_on_save = keys  # type: ignore[assignment]
             host.save_pretrained = SavePretrained(host)  # type: ignore[assignment]
 
