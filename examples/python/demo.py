@@ -1,6 +1,7 @@
 """Trains one small language model in plain PyTorch, with Ligature and in FP8, and compares.
 
-The text is examples/data/joined_letters.txt, the model a transformer that predicts its next letter.
+The text is examples/data/joined_letters.txt, the model a transformer that predicts its next letter,
+with MLPs or, with --model moe, with mixtures of experts in their place.
 All start from the same parameters and see the same batches, so the losses of the first two must
 agree, and that in low precision must end near them. They take turns, so that their times can be
 compared. At the end stands a report, one HTML page.
@@ -23,8 +24,9 @@ from typing import Any
 
 import torch
 from measure import machine, saved_bytes, size
+from mixture import EXPERTS, TOP_K
 from progress import Progress
-from report import LowPrecision, Result, Run, html_report
+from report import EARLY, LowPrecision, Result, Run, html_report
 from torch import nn
 from transformer import RECIPES, Model, low_precision, make_pair
 
@@ -38,10 +40,19 @@ LEARNING_RATE = 1.5e-3
 TURN = 10  # steps that one model makes before it is the other's turn
 # How far rounding may drive the losses apart, early and later: differences grow as a model learns.
 TOLERANCES = {
-    torch.float32: (1e-4, 0.01),
-    torch.bfloat16: (0.02, 0.3),
-    torch.float16: (0.02, 0.3),
+    "dense": {
+        torch.float32: (1e-4, 0.01),
+        torch.bfloat16: (0.02, 0.3),
+        torch.float16: (0.02, 0.3),
+    },
+    # A token that is sent to another expert is another computation.
+    "moe": {
+        torch.float32: (1e-3, 0.1),
+        torch.bfloat16: (0.05, 0.3),
+        torch.float16: (0.05, 0.3),
+    },
 }
+PARTS = {"dense": "MLP", "moe": "mixture"}  # what stands behind attention in a block
 # What the run in low precision is called, and how far from the other it may end.
 LOW_PRECISION = {
     "delayed": ("FP8", 0.1),
@@ -97,6 +108,12 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], prog="demo.py")
     add = parser.add_argument
+    add(
+        "--model",
+        default="dense",
+        choices=PARTS,
+        help="dense, or moe: with mixtures of experts; default dense",
+    )
     add("--device", type=device, default=default, help=f"cpu or cuda; default {default}")
     add("--steps", type=whole(1, 10**6), default=1200, help="default %(default)s")
     add(
@@ -182,13 +199,14 @@ class Trainer:
             group["lr"] = LEARNING_RATE * min(1.0, 0.05 + 20 * done) * (1 - 0.9 * done)
         self.optimizer.zero_grad()
         loss = self.loss(tokens)
-        self.scaler.scale(loss).backward()
+        self.scaler.scale(loss + self.model.balance).backward()
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.run.losses.append(loss.item())  # waits for the device
         self.run.seconds.append(time.perf_counter() - start)
+        self.run.counts.append([counts.tolist() for counts in self.model.counts])
 
     @property
     def milliseconds(self) -> float:
@@ -217,6 +235,10 @@ def train(
 # -- measuring
 
 
+def first_of(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
 def mlp_figures(trainers: list[Trainer], seconds: float) -> tuple[list[float], list[int]]:
     """Milliseconds of forward and backward, and bytes saved, of each model's first MLP alone."""
     x = torch.randn(BATCH, CONTEXT, WIDTH, requires_grad=True)
@@ -230,7 +252,7 @@ def mlp_figures(trainers: list[Trainer], seconds: float) -> tuple[list[float], l
             x.grad = None
             start = time.perf_counter()
             with trainer.precision():
-                y = mlp(x)
+                y = first_of(mlp(x))
             y.backward(grad.to(y.dtype))
             if x.is_cuda:
                 torch.cuda.synchronize(x.device)
@@ -239,7 +261,7 @@ def mlp_figures(trainers: list[Trainer], seconds: float) -> tuple[list[float], l
     for trainer in trainers:
         mlp = trainer.model.blocks[0].mlp
         with trainer.precision():
-            saved.append(saved_bytes(lambda mlp=mlp: mlp(x), [x, *mlp.parameters()]))
+            saved.append(saved_bytes(lambda mlp=mlp: first_of(mlp(x)), [x, *mlp.parameters()]))
     return [statistics.median(result) for result in times], saved
 
 
@@ -261,12 +283,13 @@ def describe(args: argparse.Namespace, model: Model, letters: int) -> dict[str, 
     count = sum(p.numel() for p in model.parameters())
     dtype = str(args.dtype).removeprefix("torch.")
     threads = torch.get_num_threads()
+    experts = f"{TOP_K} of {EXPERTS} experts, " if args.model == "moe" else ""
     return {
         "machine": f"{machine(args.device)}, {args.device}, {threads} thread{'s' * (threads > 1)}",
         "software": f"Ligature {te.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
         "numbers": dtype if args.dtype is torch.float32 else f"{dtype} under torch.autocast",
-        "model": f"{LAYERS} blocks, width {WIDTH}, {HEADS} heads, {count:,} parameters",
+        "model": f"{LAYERS} blocks, width {WIDTH}, {HEADS} heads, {experts}{count:,} parameters",
         "batches": f"{args.steps:,} of {BATCH} x {CONTEXT} letters",
         "text": f"{TEXT.name}, {letters:,} letters",
         "recompute": args.recompute,
@@ -278,15 +301,17 @@ def describe(args: argparse.Namespace, model: Model, letters: int) -> dict[str, 
 # -- telling
 
 
-def figures(trainers: list[Trainer], mlp_ms: list[float], mlp_saved: list[int]) -> list[Any]:
+def figures(
+    trainers: list[Trainer], part: str, mlp_ms: list[float], mlp_saved: list[int]
+) -> list[Any]:
     """What, of PyTorch, and of each other run with its ratio to that, ready to be printed."""
     losses = [statistics.fmean(t.run.losses[-50:]) for t in trainers]
     rows = [
         ("loss, last 50 steps", losses, lambda value: f"{value:.4f}"),
         ("step of the model", [t.milliseconds for t in trainers], lambda ms: f"{ms:.2f} ms"),
-        ("step of one MLP", mlp_ms, lambda ms: f"{ms:.3f} ms"),
+        (f"step of one {part}", mlp_ms, lambda ms: f"{ms:.3f} ms"),
         ("saved by the model", [t.saved for t in trainers], size),
-        ("saved by one MLP", mlp_saved, size),
+        (f"saved by one {part}", mlp_saved, size),
     ]
     table = []
     for what, (first, *rest), form in rows:
@@ -295,10 +320,13 @@ def figures(trainers: list[Trainer], mlp_ms: list[float], mlp_saved: list[int]) 
     return table
 
 
-def formats(explanation: Any) -> str:
+def formats(explanation: Any, part: str) -> str:
     """What goes from step to step in forward: "float32, fp8 e4m3, float32"."""
+    if part == PARTS["moe"]:
+        return "each expert's rows and weights are quantized alone, in its linear layers"
     steps = explanation.to_dict()["parts"][0]["forward"]
-    return ", ".join([steps[0]["input"]["dtype"], *(step["output"]["dtype"] for step in steps)])
+    dtypes = [steps[0]["input"]["dtype"], *(step["output"]["dtype"] for step in steps)]
+    return f"from step to step {', '.join(dtypes)}"
 
 
 def print_losses(result: Result) -> None:
@@ -320,7 +348,15 @@ def print_figures(result: Result) -> None:
         print(f"  {what:<26}{plain:>12}{cells}")
     print(f"\n  fusions that fired: {', '.join(result.explanation.fusions) or 'none'}")
     if result.low is not None:
-        print(f"  in {result.low.run.name}, from step to step: {result.low.formats}")
+        print(f"  in {result.low.run.name}: {result.low.formats}")
+
+
+def print_load(result: Result) -> None:
+    for block in range(len(result.runs[0].counts[-1])):
+        print(f"\nShare of each expert in block {block + 1}, last {EARLY} steps\n")
+        for run in result.all_runs:
+            cells = "".join(f"{share:>7.1%}" for share in run.load(block))
+            print(f"  {run.name:<12}{cells}")
 
 
 def indented(text: str) -> str:
@@ -344,7 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
     def batch(places: torch.Tensor) -> torch.Tensor:
         return data[places[:, None] + window]
 
-    models = make_pair(len(letters), CONTEXT, WIDTH, HEADS, LAYERS, args.recompute)
+    models = make_pair(len(letters), CONTEXT, WIDTH, HEADS, LAYERS, args.recompute, args.model)
     trainers = [
         Trainer(name, model, args)
         for name, model in zip(("PyTorch", "Ligature"), models, strict=True)
@@ -352,7 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
     low_name, low_limit = LOW_PRECISION.get(args.recipe, ("", 0.0))
     if low_name:
         trainers.append(Trainer(low_name, copy.deepcopy(models[1]), args, args.recipe))
-    environment = describe(args, models[0], len(text))
+    environment, part = describe(args, models[0], len(text)), PARTS[args.model]
     third = f", and again in {low_name}" if low_name else ""
     say(f"One model, trained in plain PyTorch and with Ligature{third}.\n")
     for name, value in environment.items():
@@ -363,7 +399,7 @@ def main(arguments: list[str] | None = None) -> int:
         besides = [tokens, *trainer.model.parameters(), *trainer.model.buffers()]
         trainer.saved = saved_bytes(lambda t=trainer: t.loss(tokens), besides)
     explanation = models[1].blocks[0].mlp.explain()
-    say(f"\nThe plan of one MLP\n\n{str(explanation).rstrip()}\n")
+    say(f"\nThe plan of one {part}\n\n{str(explanation).rstrip()}\n")
 
     low_plan = trainers[-1].model.blocks[0].mlp.explain()
 
@@ -373,18 +409,22 @@ def main(arguments: list[str] | None = None) -> int:
         train(trainers, batch, starts, progress)
     finally:
         progress.close()
-    table = figures(trainers, *mlp_figures(trainers, seconds=min(2.0, args.steps / 50)))
+    table = figures(trainers, part, *mlp_figures(trainers, seconds=min(2.0, args.steps / 50)))
     for trainer in trainers:
         trainer.run.sample = continued(trainer, letters, args.seed)
     runs = trainers[0].run, trainers[1].run
     low = None
     if low_name:
-        low = LowPrecision(trainers[2].run, args.recipe, low_limit, formats(low_plan), low_plan)
-    result = Result(runs, TOLERANCES[args.dtype], table, explanation, PROMPT, environment, low)
+        low = LowPrecision(
+            trainers[2].run, args.recipe, low_limit, formats(low_plan, part), low_plan
+        )
+    tolerances = TOLERANCES[args.model][args.dtype]
+    result = Result(runs, tolerances, table, explanation, PROMPT, environment, low, part)
 
     if not args.quiet:
         print_losses(result)
         print_figures(result)
+        print_load(result)
         print(f"\nWhat they write after {PROMPT!r}\n")
         for run in result.all_runs:
             print(f"  {run.name}\n{indented(PROMPT + run.sample)}")

@@ -1,9 +1,11 @@
 """Trains a small Llama with random weights, as the transformers package has it and with Ligature.
 
     python examples/python/llama.py [--modes original eager compiled] [--recipe current]
+    python examples/python/llama.py --experts 8  # a Mixtral
 
-Every mode starts from the same weights and sees the same tokens; one table shows their losses and
-their tokens per second. Sizes are small on a CPU and those of a real layer on a GPU.
+Every mode starts from the same weights and sees the same tokens; one table shows their losses,
+their tokens per second and what they save for backward. Sizes are small on a CPU and those of a
+real layer on a GPU.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from typing import Any
 
 import torch
 import transformers
-from measure import machine
+from measure import machine, saved_bytes
 from transformer import RECIPES, low_precision
 
 from ligature.integrations.transformers import Report, replace
 
 MODES = {
     "original": "as transformers has it",
-    "original-compiled": "the same in torch.compile",
+    "original-loop": "the same, with one expert after the other",
+    "original-compiled": "as transformers has it, in torch.compile",
     "eager": "replaced",
     "compiled": "replaced, in torch.compile",
     "graphed": "replaced, each step as one CUDA graph",
@@ -69,6 +72,8 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=MODES, help=told)
     parser.add_argument("--recipe", choices=RECIPES, default="none", help="of what is replaced")
     parser.add_argument("--recompute", choices=["none", "cheap"], default="none")
+    parser.add_argument("--experts", type=int, default=0, help="of a Mixtral; 0: a Llama")
+    parser.add_argument("--top-k", type=int, default=2, help="experts of a token")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batches", type=int, default=4, help="that are learned, in turn")
     parser.add_argument("--device", choices=SIZES, help="default: a GPU if there is one")
@@ -84,7 +89,12 @@ def arguments(given: list[str]) -> argparse.Namespace:
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.modes is None:
-        args.modes = list(MODES) if args.device == "cuda" else ["original", "eager"]
+        loop = ["original-loop"] if args.experts else []
+        args.modes = ["original", *loop, "eager"]
+        if args.device == "cuda":
+            args.modes = [mode for mode in MODES if mode not in ("original-loop", *loop)] + loop
+    if "original-loop" in args.modes and not args.experts:
+        parser.error("original-loop needs --experts")
     if "graphed" in args.modes and args.device != "cuda":
         parser.error("graphed needs --device cuda")
     if args.steps <= WARM:
@@ -95,18 +105,23 @@ def arguments(given: list[str]) -> argparse.Namespace:
 def make_model(args: argparse.Namespace) -> Any:
     """The same weights every time."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=args.hidden,
-        intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.kv_heads,
-        vocab_size=args.vocabulary,
-        max_position_embeddings=args.length,
-        use_cache=False,
-    )
+    sizes = {
+        "hidden_size": args.hidden,
+        "intermediate_size": args.intermediate,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.kv_heads,
+        "vocab_size": args.vocabulary,
+        "max_position_embeddings": args.length,
+        "use_cache": False,
+    }
+    kind = "Mixtral" if args.experts else "Llama"
+    if args.experts:
+        sizes |= {"num_local_experts": args.experts, "num_experts_per_tok": args.top_k}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
     with torch.device(args.device):
-        return transformers.LlamaForCausalLM(config).to(getattr(torch, args.dtype)).train()
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model.to(getattr(torch, args.dtype)).train()
 
 
 class Training:
@@ -115,6 +130,8 @@ class Training:
     def __init__(self, args: argparse.Namespace, mode: str) -> None:
         model = make_model(args)
         self.report: Report | None = None
+        if mode == "original-loop":
+            model.set_experts_implementation("eager")
         if not mode.startswith("original"):
             self.report = replace(model, recompute=args.recompute)
         self._recipe = "none" if self.report is None else args.recipe
@@ -128,6 +145,16 @@ class Training:
         self._tokens = torch.empty(0)
         self._loss = torch.empty(0)
         self._count = 0
+
+    def saved(self, tokens: torch.Tensor) -> int | None:
+        """The bytes that a forward keeps for backward, where torch's hooks see them."""
+        if self._graphed or self._model is not getattr(self._model, "_orig_mod", self._model):
+            return None
+        with low_precision(self._recipe):
+            return saved_bytes(
+                lambda: self._model(input_ids=tokens, labels=tokens).loss,
+                [tokens, *self._model.parameters(), *self._model.buffers()],
+            )
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         self._count += 1
@@ -173,6 +200,7 @@ class Row:
     losses: list[float]
     seconds: float  # of a step, the median
     memory: int  # bytes at the peak, on a GPU
+    saved: int | None = None  # bytes for backward
 
 
 def clock(args: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
@@ -202,23 +230,25 @@ def train(args: argparse.Namespace, mode: str, batches: list[torch.Tensor]) -> t
     pairs = list(itertools.pairwise(moments))[WARM:]
     seconds = statistics.median(between(a, b) for a, b in pairs)
     memory = torch.cuda.max_memory_allocated() if args.device == "cuda" else 0
-    return Row(mode, torch.stack(losses).tolist(), seconds, memory), training.report
+    saved = training.saved(batches[0])
+    return Row(mode, torch.stack(losses).tolist(), seconds, memory, saved), training.report
 
 
 def table(rows: list[Row], tokens: int) -> str:
     """The first row is what the others are compared with."""
     lines = [
         f"{'mode':<18}{'first loss':>11}{'last loss':>11}{'difference':>12}"
-        f"{'ms/step':>10}{'tokens/s':>12}{'ratio':>8}{'GiB':>8}"
+        f"{'ms/step':>10}{'tokens/s':>12}{'ratio':>8}{'saved MiB':>11}{'GiB':>8}"
     ]
     base = rows[0]
     for row in rows:
         far = max(abs(a / b - 1) for a, b in zip(row.losses, base.losses, strict=True))
+        saved = "-" if row.saved is None else f"{row.saved / 2**20:.2f}"
         memory = f"{row.memory / 2**30:8.2f}" if row.memory else f"{'-':>8}"
         lines.append(
             f"{row.mode:<18}{row.losses[0]:11.4f}{row.losses[-1]:11.4f}{far:12.2e}"
             f"{1e3 * row.seconds:10.2f}{tokens / row.seconds:12.0f}"
-            f"{base.seconds / row.seconds:8.2f}{memory}"
+            f"{base.seconds / row.seconds:8.2f}{saved:>11}{memory}"
         )
     return "\n".join(lines)
 
@@ -230,8 +260,9 @@ def main(given: list[str]) -> int:
     batches = [
         torch.randint(args.vocabulary, shape, device=args.device) for _ in range(args.batches)
     ]
+    kind = f"Mixtral, {args.top_k} of {args.experts} experts" if args.experts else "Llama"
     print(
-        f"Llama: {args.layers} layers, hidden {args.hidden}, intermediate {args.intermediate}, "
+        f"{kind}: {args.layers} layers, hidden {args.hidden}, intermediate {args.intermediate}, "
         f"vocabulary {args.vocabulary}, {args.dtype}, recipe {args.recipe}\n"
         f"{args.steps} steps of {args.batch} x {args.length} tokens on {machine_of(args)}"
     )

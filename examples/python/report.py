@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 from charts import POINTS, Line, Reduce, chart, in_bins
+from load import bar_figure, course_figure, shares
 
 EARLY = 50
 
@@ -23,6 +24,12 @@ class Run:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of each step
     sample: str = ""
+    #: Of each step and each block with experts: the tokens of each expert.
+    counts: list[list[list[int]]] = field(default_factory=list)
+
+    def load(self, block: int) -> list[float]:
+        """The share of each expert of a block in the last EARLY steps."""
+        return shares([step[block] for step in self.counts[-EARLY:]])
 
 
 @dataclass
@@ -32,13 +39,13 @@ class LowPrecision:
     run: Run
     recipe: str
     limit: float  # of the mean loss of the last EARLY steps
-    formats: str  # of what goes from step to step
+    formats: str  # of what goes from step to step, or where it is quantized
     explanation: Any
 
 
 @dataclass
 class Result:
-    """What the report tells. ``explanation`` is what ``explain()`` of an MLP returned."""
+    """What the report tells. ``explanation`` is what ``explain()`` of a part returned."""
 
     runs: tuple[Run, Run]
     tolerances: tuple[float, float]  # of the losses of the first EARLY steps, and of all later ones
@@ -47,6 +54,7 @@ class Result:
     prompt: str
     environment: dict[str, str]
     low: LowPrecision | None = None
+    part: str = "MLP"  # what stands behind attention in a block
 
     @property
     def all_runs(self) -> list[Run]:
@@ -139,6 +147,8 @@ figure text { fill: var(--soft); font: 13px system-ui, sans-serif; }
 .above { stroke: var(--ligature); stroke-width: 2; stroke-dasharray: 7 6; }
 .only { stroke: var(--ligature); stroke-width: 2; }
 .low { stroke: var(--low); stroke-width: 2; }
+.bar.below { fill: var(--torch); stroke: none; } .bar.above { fill: var(--ligature);
+  stroke: none; } .bar.low { fill: var(--low); stroke: none; } .cell { fill: var(--ligature); }
 .limit { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 2 5; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .75rem .35rem 0; text-align: left; vertical-align: top;
@@ -208,11 +218,36 @@ def low_section(result: Result) -> list[str]:
         section(
             "low",
             f"The same in {result.low.run.name}",
-            f"<p>From step to step in forward: {escape(result.low.formats)}.</p>",
+            f"<p>In forward: {escape(result.low.formats)}.</p>",
             '<details class="card"><summary>The plan as text</summary>'
             f"<pre>{escape(str(result.low.explanation))}</pre></details>",
         )
     ]
+
+
+def load_section(result: Result) -> list[str]:
+    """How routers shared out the tokens, where there are experts."""
+    counts = result.runs[1].counts
+    if not counts or not counts[0]:
+        return []
+    figures = []
+    for block in range(len(counts[0])):
+        kinds = zip(("below", "above", "low"), result.all_runs, strict=False)
+        runs = [(run.name, kind, run.load(block)) for kind, run in kinds]
+        steps = min(EARLY, len(counts))
+        figures += [
+            bar_figure(
+                runs,
+                f"Block {block + 1}: share of the tokens that each expert had in the last {steps} "
+                "steps. The line between is where all are equal.",
+            ),
+            course_figure(
+                [step[block] for step in counts],
+                f"Block {block + 1} with {result.runs[1].name}, in the course of training: the "
+                "darker, the more tokens an expert had.",
+            ),
+        ]
+    return [section("load", "What each expert had to do", *figures)]
 
 
 def html_report(result: Result) -> str:
@@ -264,6 +299,7 @@ def html_report(result: Result) -> str:
     if result.low is not None:
         how = f"in plain PyTorch, with Ligature and with Ligature in {result.low.run.name}"
         heads += [result.low.run.name, "ratio"]
+    what = "" if result.part == "MLP" else " with mixtures of experts"
     fits = [result.agree, result.good]
     verdicts = [
         f'<p class="verdict {"good" if fit else "bad"}">{escape(sentence)}</p>'
@@ -271,7 +307,7 @@ def html_report(result: Result) -> str:
     ]
     body = [
         f"<h1>One model, trained {times_word}</h1>",
-        f"<p>A small transformer learned one text {times_word}, {escape(how)}, from "
+        f"<p>A small transformer{what} learned one text {times_word}, {escape(how)}, from "
         "the same start and with the same batches; this page shows what came of it.</p>",
         *verdicts,
         section("losses", "Losses", losses, differences),
@@ -285,12 +321,13 @@ def html_report(result: Result) -> str:
         section("speed", "Time per step", times),
         section(
             "plan",
-            "The plan of an MLP",
+            f"The plan of {'an' if result.part == 'MLP' else 'a'} {result.part}",
             f"<p>Fusions that fired: {escape(fired)}.</p>",
             f'<div class="card plan">{result.explanation.svg()}</div>',
             '<details class="card"><summary>The plan as text</summary>'
             f"<pre>{escape(str(result.explanation))}</pre></details>",
         ),
+        *load_section(result),
         *low_section(result),
         section("considered", "Fusions that were considered", considered(result.explanation)),
         section(

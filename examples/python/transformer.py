@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from mixture import TorchMixture, ligature_mixture
 from torch import nn
 
 import ligature as te
@@ -104,13 +105,20 @@ def ligature_mlp(width: int, recompute: str) -> te.ops.Sequential:
 
 
 class Block(nn.Module):
+    """Attention and an MLP, or a mixture of experts, of which it keeps what else that gave."""
+
     def __init__(self, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.attention = attention
         self.mlp = mlp
+        self.balance: torch.Tensor | float = 0.0
+        self.counts: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.attention(x))
+        y = self.mlp(self.attention(x))
+        if isinstance(y, tuple):
+            y, self.balance, self.counts = y
+        return y
 
 
 class Model(nn.Module):
@@ -130,18 +138,47 @@ class Model(nn.Module):
             x = block(x)
         return self.head(self.norm(x))
 
+    @property
+    def balance(self) -> torch.Tensor | float:
+        """Of the last call: what is added to the loss so that experts are equally busy."""
+        return sum(block.balance for block in self.blocks)
+
+    @property
+    def counts(self) -> list[torch.Tensor]:
+        """Of the last call: of each block with experts, how many tokens each of them had."""
+        return [block.counts for block in self.blocks if block.counts is not None]
+
 
 def make_pair(
-    vocabulary: int, context: int, width: int, heads: int, layers: int, recompute: str
+    vocabulary: int,
+    context: int,
+    width: int,
+    heads: int,
+    layers: int,
+    recompute: str,
+    kind: str = "dense",
 ) -> tuple[Model, Model]:
-    """The plain model, and the one with Ligature that starts from the same parameters."""
-    plain = [Block(TorchAttention(width, heads, context), TorchMLP(width)) for _ in range(layers)]
-    fused = [
-        Block(LigatureAttention(width, heads, context), ligature_mlp(width, recompute))
-        for _ in range(layers)
-    ]
+    """The plain model, and the one with Ligature that starts from the same parameters.
+
+    ``kind`` is "dense", or "moe" for mixtures of experts in the place of the MLPs.
+    """
+
+    of_torch, of_ligature = {
+        "dense": (lambda: TorchMLP(width), lambda: ligature_mlp(width, recompute)),
+        "moe": (
+            lambda: TorchMixture(width, 2 * width),
+            lambda: ligature_mixture(width, 2 * width, recompute),
+        ),
+    }[kind]
+    plain = [Block(TorchAttention(width, heads, context), of_torch()) for _ in range(layers)]
+    fused = [Block(LigatureAttention(width, heads, context), of_ligature()) for _ in range(layers)]
     models = Model(vocabulary, width, plain), Model(vocabulary, width, fused)
     with torch.no_grad():
-        for source, to in zip(*(model.parameters() for model in models), strict=True):
+        for source, to in zip(*map(_parameters, models), strict=True):
             to.copy_(source)
     return models
+
+
+def _parameters(model: Model) -> list[torch.Tensor]:
+    """Those of experts one by one."""
+    return [part for p in model.parameters() for part in (p.unbind(0) if p.dim() == 3 else [p])]

@@ -114,6 +114,7 @@ def test_losses_are_printed_side_by_side(told: tuple[str, str]) -> None:
     assert float(rows[-1][1]) < float(rows[0][1]) - 0.5  # it learns
     assert "The losses of the two runs agree. They differ by at most " in told[0]
     assert "In FP8 (current) the loss of the last 12 steps is " in told[0]
+    assert "expert" not in told[0]
 
 
 def test_progress_without_a_terminal_is_lines(told: tuple[str, str]) -> None:

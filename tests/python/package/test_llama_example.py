@@ -41,6 +41,20 @@ def test_modes_stay_together(
     assert float(rows["original"][2]) == 0
 
 
+def test_a_mixture(llama: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--device", "cpu", "--steps", "20", "--length", "16", "--experts", "4"]
+    assert llama.main(given) == 0
+    printed = capsys.readouterr().out
+    assert "Mixtral, 2 of 4 experts" in printed
+    assert "Dispatch, GroupedLinear, ScaledSwiGLU, GroupedLinear, Combine" in printed
+    rows = {line.split()[0]: line.split()[1:] for line in printed.split("\n\n")[1].splitlines()}
+    assert list(rows) == ["mode", "original", "original-loop", "eager", "difference:"]
+    first, last, difference, _, _, _, saved = map(float, rows["eager"][:7])
+    assert last < first
+    assert difference < 1e-4
+    assert saved < 0.8 * float(rows["original"][6])
+
+
 def test_a_mode_that_fails_is_told(
     llama: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,7 +69,14 @@ def test_a_mode_that_fails_is_told(
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--modes", "graphed"], ["--steps", "5"], ["--modes", "other"], ["--recipe", "other"]]
+    "wrong",
+    [
+        ["--modes", "graphed"],
+        ["--steps", "5"],
+        ["--modes", "other"],
+        ["--recipe", "other"],
+        ["--modes", "original-loop"],
+    ],
 )
 def test_wrong_arguments(llama: ModuleType, wrong: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
