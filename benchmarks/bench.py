@@ -1,7 +1,8 @@
 """Times Ligature against plain PyTorch in the same run: interleaved, medians, ratios.
 
 On the CPU: the block beside eager, torch.compile and its products, and what it holds in memory
-(block.py), low precision (low_precision.py), and the memory-bound kernels alone (cpu_kernels.py).
+(block.py), a block of experts (moe.py), low precision (low_precision.py), and the memory-bound
+kernels alone (cpu_kernels.py). grouped_gemm.py times the GEMMs of experts alone.
 On a GPU: the block in every recipe beside eager, torch.compile and the floors, peak memory and the
 host's time (cuda_block.py), and the bandwidth of the kernels (cuda_kernels.py, cuda_casts.py).
 plot.py draws what --json has written.
@@ -17,6 +18,7 @@ from typing import Any
 import block
 import cpu_kernels
 import low_precision
+import moe
 import torch
 from timing import cpu_name
 
@@ -27,6 +29,8 @@ def measure_cpu(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if "blocks" in args.parts:
         result["blocks"] = block.measure(2 * args.seconds, True, print)
+    if "moe" in args.parts:
+        result["moe"] = moe.measure(args.seconds, print)
     if "low" in args.parts:
         result["low_precision"] = low_precision.measure(args.seconds / 2, print)
     if "kernels" in args.parts:
@@ -57,8 +61,8 @@ def main() -> None:
     parser.add_argument(
         "--parts",
         nargs="+",
-        choices=["blocks", "low", "kernels"],
-        default=["blocks", "low", "kernels"],
+        choices=["blocks", "moe", "low", "kernels"],
+        default=["blocks", "moe", "low", "kernels"],
     )
     parser.add_argument("--json", help="write everything here too")
     cpu = parser.add_argument_group("on the CPU")
