@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from pipeline_case import Call, Case, Op, every_op
-from pipeline_model import Given, GivenSplits, Hooks, Model, laid_out, random_values, torch_dtype
+from pipeline_model import Given, GivenIntegers, Hooks, Model, laid_out, random_values, torch_dtype
 from pipeline_ops import register
 from pipeline_reference import PipelineReference, Rounding
 from pipeline_unfused import Pass, Unfused, has_quantize
@@ -191,10 +191,10 @@ class Check:
         run = Run(call, given, [], [], [], [])
 
         def new_extra(op: Op, shape: tuple[Any, ...], current: torch.dtype) -> Any:
-            if op.kind == "GroupedLinear":
-                splits = GivenSplits(shape[1], shape[2], call.seed + len(given))
-                given.append(splits)
-                return splits
+            if callable(shape[0] if shape else None):
+                make, *sizes = shape
+                given.append(GivenIntegers(make, tuple(sizes), call.seed + len(given)))
+                return given[-1]
             k = len(given)
             grad = call.extra_grads[k % len(call.extra_grads)]
             in_place = bool(op.options.get("in_place"))
@@ -271,7 +271,7 @@ class Check:
 
     def _compare_in_place(self, run: Run) -> None:
         """What was overwritten holds what the operation returned."""
-        ops = [op for op in self._visited() if self._takes_from_caller(op)]
+        ops = [op for op in self._visited() for _ in range(self._taken_from_caller(op))]
         visits: Counter[int] = Counter()
         for module, item in zip(ops, run.given[1:], strict=True):
             at = visits[id(module)]
@@ -290,9 +290,9 @@ class Check:
 
         return walk(self.model.root)
 
-    def _takes_from_caller(self, module: torch.nn.Module) -> bool:
-        op = self.model.data[id(module)]
-        return bool(getattr(module, "num_extra_inputs", 0)) and not op.takes
+    def _taken_from_caller(self, module: torch.nn.Module) -> int:
+        """How many extra inputs."""
+        return 0 if self.model.data[id(module)].takes else getattr(module, "num_extra_inputs", 0)
 
     def _compare_forward_hooks(self, run: Run) -> None:
         for (module, kind), seen in self.hooks.seen.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,13 @@ def _make(op: Op) -> torch.nn.Module:
         options["dtype"] = torch_dtype(options["dtype"])
     if op.kind.startswith("torch."):
         return getattr(torch.nn, op.kind.removeprefix("torch."))(**options)
+    options.pop("top_k", None)
     module = (GUESTS[op.kind] if op.kind in GUESTS else getattr(te.ops, op.kind))(**options)
+    if op.kind == "Dispatch":
+        for slot, name in enumerate(("splits", "rows", "map")):
+            channel = f"{op.gives}.{name}"
+            module.set_extra_output_channel(slot, channel, output_to_caller=False)
+        return module
     if op.takes:
         module.set_extra_input_channel(0, op.takes)
     if op.gives:
@@ -189,24 +195,34 @@ def laid_out(values: Tensor, layout: str, shape: tuple[int, ...]) -> Tensor:
     return values.clone()
 
 
-@dataclass
-class GivenSplits:
-    """Sizes of groups that the caller gives: some empty, with or without rows behind them."""
+def random_splits(rng: random.Random, groups: int, rows: int) -> Tensor:
+    """Sizes of groups, some of them empty, with or without rows behind them."""
+    cuts = sorted(rng.randrange(rows + 1) for _ in range(groups))
+    if rng.randrange(2):
+        cuts[-1] = rows
+    return torch.tensor([end - begin for begin, end in zip([0, *cuts[:-1]], cuts, strict=True)])
 
-    groups: int
-    rows: int
+
+def random_experts(rng: random.Random, experts: int, tokens: int, top_k: int) -> Tensor:
+    """An expert for each slot, or one that there is not."""
+    lowest = -1 if rng.randrange(3) == 0 else 0
+    table = [[rng.randrange(lowest, experts) for _ in range(top_k)] for _ in range(tokens)]
+    return torch.tensor(table, dtype=torch.int64).view(tokens, top_k)
+
+
+@dataclass
+class GivenIntegers:
+    """Sizes or indices that the caller gives."""
+
+    make: Callable[..., Tensor]
+    sizes: tuple[int, ...]
     seed: int
     grad: str = "none"
     dtype: torch.dtype = torch.int64
     in_place: bool = False
 
     def __post_init__(self) -> None:
-        rng = random.Random(self.seed)
-        cuts = sorted(rng.randrange(self.rows + 1) for _ in range(self.groups))
-        if rng.randrange(2):
-            cuts[-1] = self.rows
-        sizes = [end - begin for begin, end in zip([0, *cuts[:-1]], cuts, strict=True)]
-        self.leaf = self.passed = torch.tensor(sizes)
+        self.leaf = self.passed = self.make(random.Random(self.seed), *self.sizes)
 
     def copy(self) -> Tensor:
         return self.leaf

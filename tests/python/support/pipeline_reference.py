@@ -13,9 +13,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import routing_reference as routing
 import torch
 import torch.nn.functional as F
 from pipeline_case import Op
+from pipeline_model import random_experts, random_splits
 from pipeline_ops import GUESTS
 from quantized_reference import Alpha, LinearRecipe, cached_input, keeps_fp8, rounded_through
 from reference import Reference, l2_normalization, layer_norm, rms_norm, split_glu
@@ -260,10 +262,29 @@ class PipelineReference(Reference):
 
         if isinstance(module, te.ops.GroupedLinear):
             rows = x.reshape(-1, x.shape[-1])
-            sizes, _ = take(("splits", module.num_groups, rows.shape[0]))
+            sizes, _ = take((random_splits, module.num_groups, rows.shape[0]))
             return self._of_groups(module, x, rows, sizes.tolist()), self._cast(
                 module_dtype(module)
             )
+        if isinstance(module, te.ops.Dispatch):
+            tokens, top_k = x[..., 0].numel(), self.data[id(module)].options["top_k"]
+            count = module.num_experts
+            experts, _ = take((random_experts, count, tokens, top_k))
+            probabilities, dtype = take((tokens, top_k))
+            rows, of_rows = routing.dispatch(x, experts, probabilities, count)
+            routing_map = routing.routing_map_of(experts, count)
+            name = self.data[id(module)].gives
+            channels[f"{name}.splits"] = (routing.splits_of(experts, count), torch.int64)
+            channels[f"{name}.rows"] = (of_rows, dtype)
+            channels[f"{name}.map"] = (routing_map.view(2, *x.shape[:-1], top_k), torch.int32)
+            return rows.view(tokens * top_k, x.shape[-1]), self.dtype
+        if isinstance(module, te.ops.Combine):
+            routing_map, _ = take(())
+            of_slots = routing_map[1].flatten().long()
+            padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
+            chosen = padded[torch.where(of_slots < 0, x.shape[0], of_slots)]
+            sums = chosen.reshape(*routing_map.shape[1:], x.shape[1]).sum(-2)
+            return sums, self.dtype
         if isinstance(module, te.ops.AddExtraInput):
             extra, dtype = take(x.shape)
             return x + extra, dtype if module.in_place else self.dtype

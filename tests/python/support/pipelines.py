@@ -6,6 +6,7 @@ hypothesis' own in a test, where a failing case shrinks. Smaller draws make plai
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -37,6 +38,7 @@ class _Maker(Draw):
         self.main_grad = self.chance(8)
         self.hooked = self.chance(25)
         self.fixed_rows = False
+        self.needs_rows = False  # an operation takes no vector
         self.degree = 1
         ops = self.ops(self.pick((2, 1, 3, 4, 5, 6, 7, 8, 9, 10)), depth=0)
         flat = all(isinstance(op, Op) and "torch." not in op.kind for op in ops)
@@ -60,6 +62,7 @@ class _Maker(Draw):
         for k in range(1 + self.chance(30) + self.chance(10)):
             if k and not self.fixed_rows and self.chance(50):
                 shape = (*self.pick(ROWS), shape[-1])
+                shape = (1, *shape) if len(shape) == 1 and self.needs_rows else shape
             grads = ("leaf", "computed", "none")
             calls.append(
                 Call(
@@ -121,10 +124,12 @@ class _Maker(Draw):
         """Neighbours that built-in fusions look for."""
         kinds = ("linear act", "bias act", "linear add", "fork linear", "fork norm", "mlp", "mlp")
         kinds += ("residual", "residual", "scales", "twice", "linear silu")
-        kinds += ("experts",) if not self.recipe else ()
+        kinds += ("experts", "mixture") if not self.recipe else ()
         kind = self.pick(kinds)
         if kind == "experts":
             return self.experts_block()
+        if kind == "mixture":
+            return self.mixture() if len(self.shape) > 1 else self.experts_block()
         if kind == "residual":
             return self.residual()
         if kind == "scales":
@@ -178,6 +183,26 @@ class _Maker(Draw):
         norm, first = self.norm(), self.experts(self.pick((8, 12, 16)), groups)
         act = self.activation(self.pick(("gated", "scaled")))
         return [norm, first, act, self.experts(groups=groups)]
+
+    def mixture(self) -> list[Op]:
+        """Experts with the routing around them, on channels of their own."""
+        self.needs_rows = True
+        norm = self.norm()
+        rows, wide = self.shape[:-1], self.shape[-1]
+        experts, top_k = self.pick((3, 1, 4)), self.pick((2, 1, 3))
+        self.channels += 1
+        name = f"c{self.channels}"
+        options = {"num_experts": experts, "top_k": top_k}
+        dispatch = self.op("Dispatch", options, gives=name, to_caller=False, extra=self.extra())
+        self.shape = (math.prod(rows) * top_k, wide)
+        first = self.experts(self.pick((8, 12, 16)), experts)
+        act = self.op("ScaledSwiGLU", takes=f"{name}.rows")
+        self.shape = (self.shape[0], self.shape[1] // 2)
+        second = self.experts(groups=experts)
+        self.shape = (*rows, self.shape[-1])
+        combine = self.op("Combine", takes=f"{name}.map")
+        linears = [replace(op, takes=f"{name}.splits") for op in (first, second)]
+        return [norm, dispatch, linears[0], act, linears[1], combine]
 
     def residual(self) -> list[Op]:
         """A branch that is taken up later, sometimes more than once."""
@@ -233,7 +258,7 @@ class _Maker(Draw):
     def nest(self, depth: int) -> Nest:
         ops = self.ops(self.pick((2, 1, 3)), depth + 1)
         plain = not any(
-            op.kind in (*BRANCHES, "RowScales", "TimesExtra", "GroupedLinear", *SCALED)
+            op.kind in (*BRANCHES, "RowScales", "TimesExtra", "GroupedLinear", "Dispatch", *SCALED)
             for op in every_op(ops)
         )
         # A backward hook hands views in that may not be written to.
@@ -260,6 +285,8 @@ class _Maker(Draw):
                 continue
             at = self.rng.randrange(len(names) - size + 1)
             pattern = tuple(names[at : at + size])
+            if {"Dispatch", "Combine"} & set(pattern):
+                continue
             by_hand = ("BasicLinear", "SiLU")
             if by_hand in pairwise(names) and self.chance(60):
                 pattern = by_hand
