@@ -8,6 +8,7 @@
 #include "ligature/ops/add_extra_input.h"
 #include "ligature/ops/basic_linear.h"
 #include "ligature/ops/bias.h"
+#include "ligature/ops/collective.h"
 #include "ligature/ops/combine.h"
 #include "ligature/ops/constant_scale.h"
 #include "ligature/ops/dispatch.h"

@@ -34,6 +34,8 @@ struct ValueMeta {
 /// Sizes as in messages: "[16, 4095]".
 std::string to_string(const ValueMeta& meta);
 std::string sizes_string(at::IntArrayRef sizes);
+/// "float32", as Python writes it.
+std::string dtype_name(at::ScalarType dtype);
 
 struct InferArgs {
   ValueMeta input;

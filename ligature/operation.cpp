@@ -33,6 +33,10 @@ std::string sizes_string(at::IntArrayRef sizes) {
   return out + "]";
 }
 
+std::string dtype_name(at::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);
+}
+
 std::string to_string(const ValueMeta& meta) {
   return std::string(c10::toString(meta.dtype)) + sizes_string(meta.sizes);
 }

@@ -101,6 +101,14 @@ using CtxList = at::ArrayRef<OperationContext*>;
 using ArgsList = at::ArrayRef<OpArgs>;
 using GradList = at::ArrayRef<std::vector<Tensor>>;
 
+/// How an operation exchanges data with other ranks.
+struct Communication {
+  std::optional<std::string> group;  ///< the group's name; none: torch's default group
+  int64_t ranks = 1;
+  bool gathers = false;   ///< it takes one rank's tokens and gives those of all ranks
+  bool scatters = false;  ///< it takes the tokens of all ranks and gives those of one
+};
+
 class FusibleOperation : public torch::nn::Module {
  public:
   using torch::nn::Module::Module;
@@ -221,6 +229,8 @@ class BasicOperation : public FusibleOperation {
   // the first of backward that of the output's gradient.
   virtual std::vector<QuantizerRole> forward_quantizer_roles() const { return {}; }
   virtual std::vector<QuantizerRole> backward_quantizer_roles() const { return {}; }
+  /// Quantizers of what the ranks of a group have parts of share amax, whoever quantizes with them.
+  virtual void share_amax(OpQuantization& /*own*/) const {}
   /// Which orientations of its input, and of its output's gradient, it computes with.
   virtual Usage input_usage(const GradFlags& needs) const { return {true, needs.op}; }
   virtual Usage grad_output_usage(const GradFlags& needs) const {
@@ -251,6 +261,8 @@ class BasicOperation : public FusibleOperation {
   /// Does its first quantizer quantize the whole input, and so the gradient of its output? The
   /// operation beside it may then do it.
   virtual bool quantizes_input_whole() const { return true; }
+  /// None where it computes alone.
+  virtual std::optional<Communication> communication() const { return std::nullopt; }
   /// Does it behave differently in training and in evaluation?
   virtual bool uses_training() const { return false; }
   virtual bool accepts_kwarg(const std::string& /*name*/) const { return false; }

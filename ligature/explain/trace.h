@@ -44,7 +44,4 @@ struct Trace {
   std::vector<TracedStep> backward;
 };
 
-/// "float32", as Python writes it.
-std::string dtype_name(at::ScalarType dtype);
-
 }  // namespace ligature

@@ -51,6 +51,8 @@ FusionRule backward_linear_activation_rule() {
   return {"BackwardLinearActivation",
           {of<ActivationOperation>("an activation"), of<BasicLinearImpl>("BasicLinear")},
           [](const Match& match, const PlanOptions& options) -> std::string {
+            const std::string parallel = why_not_parallel(match.ops, true, true);
+            if (!parallel.empty()) return parallel;
             if (options.quantizes_gradients()) return "the gradient between them is quantized";
             const kernels::ActivationSpec spec =
                 static_cast<const ActivationOperation&>(*match.ops[0]).spec();

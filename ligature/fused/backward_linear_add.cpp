@@ -44,7 +44,9 @@ FusionRule backward_linear_add_rule() {
   return {
       "BackwardLinearAdd",
       {of<MakeExtraOutputImpl>("MakeExtraOutput"), of<BasicLinearImpl>("BasicLinear")},
-      nullptr,
+      [](const Match& match, const PlanOptions&) {
+        return why_not_parallel(match.ops, /*column=*/true, /*row=*/true);
+      },
       [](const Match& match) -> OpPtr { return std::make_shared<BackwardLinearAdd>(match.ops); }};
 }
 

@@ -28,7 +28,9 @@ FusionRule backward_linear_bias_rule() {
   return {
       "BackwardLinearBias",
       {of<BasicLinearImpl>("BasicLinear"), of<BiasImpl>("Bias")},
-      [](const Match&, const PlanOptions& options) -> std::string {
+      [](const Match& match, const PlanOptions& options) -> std::string {
+        const std::string parallel = why_not_parallel(match.ops, true, true);
+        if (!parallel.empty()) return parallel;
         if (options.quantizes_gradients()) return "the gradient is quantized";
         const bool has =
             options.of_every_device || kernels::has_epilogue(kernels::Epilogue::BiasGrad, nullptr,

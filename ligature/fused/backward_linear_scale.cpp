@@ -25,7 +25,9 @@ FusionRule backward_linear_scale_rule() {
   return {
       "BackwardLinearScale",
       {of<BasicLinearImpl>("BasicLinear"), of<ConstantScaleImpl>("ConstantScale")},
-      nullptr,
+      [](const Match& match, const PlanOptions&) {
+        return why_not_parallel(match.ops, /*column=*/true, /*row=*/true);
+      },
       [](const Match& match) -> OpPtr { return std::make_shared<BackwardLinearScale>(match.ops); }};
 }
 

@@ -106,6 +106,20 @@ Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const
   return y;
 }
 
+std::string why_not_parallel(at::ArrayRef<OpPtr> ops, bool column, bool row) {
+  for (const OpPtr& op : ops) {
+    const auto* linear = dynamic_cast<const BasicLinearImpl*>(op.get());
+    if (linear == nullptr) continue;
+    const TensorParallel mode = linear->parallel();
+    if ((column && mode == TensorParallel::Column) || (row && mode == TensorParallel::Row)) {
+      return "its linear is spread over " +
+             std::to_string(linear->options.tensor_parallel.ranks()) + " ranks (" +
+             *linear->options.tensor_parallel.mode + ")";
+    }
+  }
+  return "";
+}
+
 void check_input_survives(const Value& input, const OpArgs& linear_args,
                           const AddExtraInputImpl& add, const Tensor& extra) {
   const bool overwritten = add.options.in_place && linear_args.requires_grad.param(0) &&

@@ -2,6 +2,7 @@
 // operations it covers, and a GEMM that adds what it is given.
 #pragma once
 
+#include "ligature/fuser/rule.h"
 #include "ligature/kernels/gemm.h"
 #include "ligature/ops/activation.h"
 #include "ligature/ops/add_extra_input.h"
@@ -49,6 +50,10 @@ bool leaves_bias_grad(const OperationContext& linear, const OperationContext& bi
 /// The linear of `fwd`, then `add` with `extra`: in one GEMM where the result is the same as that
 /// of the two one after the other.
 Tensor linear_forward_add(LinearFwdArgs fwd, const AddExtraInputImpl& add, const Tensor& extra);
+
+/// Why a fusion does not cover a linear that is spread over ranks in one of these ways: what it
+/// would do to the result has to wait until the ranks' parts are added up. Empty where it does.
+std::string why_not_parallel(at::ArrayRef<OpPtr> ops, bool column, bool row);
 
 /// In-place addition into the memory of an input that the linear before it saves. Version counters
 /// catch it between two steps, but not inside one.

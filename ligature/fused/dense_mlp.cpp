@@ -315,6 +315,8 @@ Value DenseMLP::linear2_and_activation_backward(CtxList ctxs, const Value& dy,
 namespace {
 
 std::string why_not_recompute(const Match& match, const PlanOptions& options) {
+  const std::string parallel = why_not_parallel(match.ops, /*column=*/true, /*row=*/true);
+  if (!parallel.empty()) return parallel;
   for (const OpPtr& op : match.ops) {
     const auto* activation = dynamic_cast<const ActivationOperation*>(op.get());
     if (activation != nullptr && activation->caches_quantized_input()) {

@@ -60,14 +60,18 @@ FusionRule forward_linear_bias_activation_rule() {
   return {"ForwardLinearBiasActivation",
           {of<BasicLinearImpl>("BasicLinear"), optional(of<BiasImpl>("Bias")),
            of<ActivationOperation>("an activation")},
-          nullptr,
+          [](const Match& match, const PlanOptions&) {
+            return why_not_parallel(match.ops, /*column=*/false, /*row=*/true);
+          },
           make};
 }
 
 FusionRule forward_linear_bias_rule() {
   return {"ForwardLinearBiasActivation without an activation",
           {of<BasicLinearImpl>("BasicLinear"), of<BiasImpl>("Bias")},
-          nullptr,
+          [](const Match& match, const PlanOptions&) {
+            return why_not_parallel(match.ops, /*column=*/false, /*row=*/true);
+          },
           make};
 }
 

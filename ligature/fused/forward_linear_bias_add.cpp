@@ -33,7 +33,9 @@ FusionRule forward_linear_bias_add_rule() {
   return {"ForwardLinearBiasAdd",
           {of<BasicLinearImpl>("BasicLinear"), optional(of<BiasImpl>("Bias")),
            of<AddExtraInputImpl>("AddExtraInput")},
-          nullptr,
+          [](const Match& match, const PlanOptions&) {
+            return why_not_parallel(match.ops, /*column=*/false, /*row=*/true);
+          },
           [](const Match& match) -> OpPtr {
             return std::make_shared<ForwardLinearBiasAdd>(match.ops);
           }};

@@ -33,7 +33,9 @@ FusionRule forward_linear_scale_add_rule() {
   return {"ForwardLinearScaleAdd",
           {of<BasicLinearImpl>("BasicLinear"), of<ConstantScaleImpl>("ConstantScale"),
            of<AddExtraInputImpl>("AddExtraInput")},
-          nullptr,
+          [](const Match& match, const PlanOptions&) {
+            return why_not_parallel(match.ops, /*column=*/false, /*row=*/true);
+          },
           [](const Match& match) -> OpPtr {
             return std::make_shared<ForwardLinearScaleAdd>(match.ops);
           }};

@@ -128,6 +128,9 @@ std::vector<Tensor> BackwardRun::run(Value dy, std::vector<Tensor> caller_grads)
   if (need_.lowest_op == 0 && contexts_.size() > 0 && need_.flags[0].input) {
     results_[0] = dy.is_quantized() ? wrap_quantized(dy.quantized()) : dy.tensor();
   }
+  if (!plan_.partial_gradients.empty()) {
+    reduce_partial_gradients(plan_, call_.param_offsets, results_);
+  }
   return std::move(results_);
 }
 

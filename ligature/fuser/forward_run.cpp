@@ -73,6 +73,7 @@ ForwardRun::ForwardRun(const Plan& plan, const Call& call, const GradPlan& grads
 Value ForwardRun::run(SmallBytes* bytes) {
   contexts_.no_sync = call_.no_sync;
   const kernels::NoSyncScope no_sync(call_.no_sync);
+  if (!plan_.groups.empty()) agree_on(plan_, call_, args_);
   check_kwargs();
   Value x = read_input(0, call_.input);
   read_arguments();

@@ -110,6 +110,8 @@ void finish_plan(Plan& plan) {
     }
   }
   plan.has_extras = plan.wiring->has_extras();
+  plan.groups = find_groups(plan.basic_ops);
+  if (!plan.groups.empty()) plan.partial_gradients = find_partial_gradients(plan.basic_ops);
   for (const PlanStep& step : plan.forward) {
     if (!step.op->is_fused_op() || step.kind.ours) continue;
     plan.filled_by_user.resize(plan.basic_ops.size());

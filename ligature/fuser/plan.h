@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ligature/base/small_bytes.h"
+#include "ligature/fuser/agreement.h"
 #include "ligature/fuser/match.h"
 #include "ligature/fuser/registry.h"
 #include "ligature/fuser/wiring.h"
@@ -60,6 +61,10 @@ struct Plan {
   /// Empty: for none.
   std::vector<bool> filled_by_user;
   bool fuse = true;  ///< false: fusing was switched off
+  /// Over which it communicates with other ranks.
+  std::vector<std::optional<std::string>> groups;
+  std::vector<PartialGradients> partial_gradients;
+  mutable Agreed agreed;
   /// What the small buffers of a run take.
   mutable SmallBytes forward_bytes, backward_bytes;
 };

@@ -89,6 +89,13 @@ void note_sync(const std::string& what) {
                        "it ('no host sync')");
 }
 
+void note_collective(const std::string& name, const std::string& backend, CollectiveCall call) {
+  KernelLog* log = run_context().log;
+  if (log == nullptr) return;
+  log->calls_.push_back({name, backend, {}});
+  log->calls_.back().collective = std::move(call);
+}
+
 NoSyncScope::NoSyncScope(bool on) : outer_(run_context().no_sync) {
   run_context().no_sync = outer_ || on;
 }

@@ -18,13 +18,23 @@ namespace ligature::kernels {
 
 using at::Tensor;
 
+/// What travels between processes.
+struct CollectiveCall {
+  std::string group;  ///< its name
+  int64_t ranks = 1;
+  int64_t bytes = 0;     ///< that this process gives
+  std::string format;    ///< "bfloat16", "fp8 e4m3"
+  bool awaited = false;  ///< this is where it is awaited, not where it starts
+};
+
 struct KernelCall {
   std::string name;
-  std::string backend;  ///< "cpu", "cuda", "aten", or "python" for a Python op
+  std::string backend;  ///< "cpu", "cuda", "aten", "python" for a Python op, or that of a group
   /// The ATen calls of a kernel that is made of them on every device. What the backend aten does in
   /// place of another is not known before it is done, and so not told.
   std::vector<std::string> calls;
   bool syncs = false;  ///< the host waits for the device
+  std::optional<CollectiveCall> collective{};
 };
 
 /// The backend that serves kernels of our own on this kind of device.
@@ -46,6 +56,8 @@ class KernelLog {
   friend class KernelScope;
   friend struct AtenObserver;
   friend void note_sync(const std::string& what);
+  friend void note_collective(const std::string& name, const std::string& backend,
+                              CollectiveCall call);
 
   at::DeviceType device_;
   MetaStandsFor stands_for_;
@@ -64,6 +76,9 @@ bool is_log_open();
 /// The host is about to wait for a device: noted with the kernel that is running, if any, and
 /// refused where a NoSyncScope lives. `what`: "[GroupedLinear] the split sizes on cuda:0".
 void note_sync(const std::string& what);
+
+/// A collective starts, or is awaited.
+void note_collective(const std::string& name, const std::string& backend, CollectiveCall call);
 
 /// While it lives, if `on`, this thread's kernels may not wait for a device.
 class NoSyncScope {

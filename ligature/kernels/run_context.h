@@ -8,6 +8,9 @@ namespace ligature {
 
 class DelayedSource;
 class SmallBufferRun;
+namespace distributed {
+class Filler;
+}
 
 namespace kernels {
 
@@ -22,10 +25,11 @@ struct ThreadPart {
 };
 
 struct RunContext {
-  KernelLog* log = nullptr;           ///< notes which kernels run (log.h)
-  SmallBufferRun* buffers = nullptr;  ///< has room for small results (small_buffers.h)
-  DelayedSource* delayed = nullptr;   ///< has the scales of delayed scaling
-  bool no_sync = false;               ///< the host may not wait for a device (log.h)
+  KernelLog* log = nullptr;               ///< notes which kernels run (log.h)
+  SmallBufferRun* buffers = nullptr;      ///< has room for small results (small_buffers.h)
+  DelayedSource* delayed = nullptr;       ///< has the scales of delayed scaling
+  distributed::Filler* filler = nullptr;  ///< has work for while a collective is under way
+  bool no_sync = false;                   ///< the host may not wait for a device (log.h)
   c10::DeviceType meta_is = c10::DeviceType::Meta;  ///< what tensors without memory stand for
 
   // Owned (thread_part). There is no destructor, as every access would look for it.

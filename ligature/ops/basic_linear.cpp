@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include "ligature/distributed/filler.h"
 #include "ligature/kernels/bias.h"
 #include "ligature/kernels/gemm.h"
 #include "ligature/ops/checks.h"
@@ -55,19 +56,28 @@ void BasicLinearImpl::check_options(const Options& given) const {
                  given.in_features);
   LIGATURE_CHECK(given.out_features > 0, "[", label(), "] out_features must be positive, got ",
                  given.out_features);
+  canonical(given.tensor_parallel, label(), given.in_features, given.out_features);
 }
 
 BasicLinearImpl::BasicLinearImpl(Options options_)
     : Operation("BasicLinear"), options(std::move(options_)) {
   check_options(options);
-  add_parameter("weight", {options.out_features, options.in_features}, options.tensor_options());
+  options.tensor_parallel =
+      canonical(options.tensor_parallel, label(), options.in_features, options.out_features);
+  parallel_ = options.tensor_parallel.parsed();
+  add_parameter("weight", {local_out_features(), local_in_features()}, options.tensor_options());
   Tensor& w = parameters_["weight"];
   w = new_weight(*this, w).set_requires_grad(true);
 }
 
-// As torch.nn.Linear: uniform in ±1/sqrt(in_features).
+// As torch.nn.Linear: uniform in ±1/sqrt(in_features), those of the whole layer.
 void BasicLinearImpl::initialize_parameter(const std::string&, Tensor& parameter) {
   torch::nn::init::kaiming_uniform_(parameter, std::sqrt(5.0));
+  // The inputs of all ranks are added up.
+  if (parallel_ == TensorParallel::Row) {
+    const torch::NoGradGuard no_grad;
+    parameter.mul_(1.0 / std::sqrt(static_cast<double>(options.tensor_parallel.ranks())));
+  }
 }
 
 void BasicLinearImpl::pretty_print(std::ostream& stream) const {
@@ -78,17 +88,21 @@ void BasicLinearImpl::pretty_print(std::ostream& stream) const {
 std::optional<InferResult> BasicLinearImpl::infer(const InferArgs& args) const {
   check_floating(*this, args.input);
   const auto& sizes = args.input.sizes;
-  LIGATURE_CHECK(!sizes.empty() && sizes.back() == options.in_features, "[", label(),
-                 "] input's last dimension must be in_features=", options.in_features, ", got ",
+  const int64_t in = local_in_features(), out = local_out_features();
+  const std::string shared =
+      is_parallel() ? " on each of " + std::to_string(options.tensor_parallel.ranks()) + " ranks"
+                    : std::string();
+  LIGATURE_CHECK(!sizes.empty() && sizes.back() == in, "[", label(),
+                 "] input's last dimension must be in_features=", in, shared, ", got ",
                  sizes_string(sizes));
   const Tensor& w = args.params[0];
-  LIGATURE_CHECK(
-      w.dim() == 2 && w.size(0) == options.out_features && w.size(1) == options.in_features, "[",
-      label(), "] weight must be [", options.out_features, ", ", options.in_features, "], got ",
-      sizes_string(w.sizes()));
+  LIGATURE_CHECK(w.dim() == 2 && w.size(0) == out && w.size(1) == in, "[", label(),
+                 "] weight must be [", out, ", ", in, "]", shared, ", got ",
+                 sizes_string(w.sizes()));
   check_parameter(*this, args.input, "weight", w);
   InferResult result{args.input, {}};
-  result.output.sizes.back() = options.out_features;
+  result.output.sizes.back() = out;
+  if (is_parallel()) infer_parallel(result);
   result.output.dtype = under_autocast(w.scalar_type(), args.autocast_dtype);
   return result;
 }
@@ -102,8 +116,8 @@ bool BasicLinearImpl::accepts_kwarg(const std::string& name) const {
 }
 
 std::string BasicLinearImpl::note() const {
-  if (!options.userbuffers_comm_name) return "";
-  return "userbuffers_options have no effect, as this version overlaps no communication with GEMMs";
+  if (!options.userbuffers_comm_name || is_parallel()) return "";
+  return "userbuffers_options have no effect on a layer that is not spread over ranks";
 }
 
 std::vector<QuantizerRole> BasicLinearImpl::forward_quantizer_roles() const {
@@ -157,6 +171,10 @@ LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& ar
   const Value weight = args.params[0];
   if (quantization == nullptr) {
     if (args.quantization != nullptr) calibrate(input, weight, args);
+    if (gathers_input()) {
+      gather_input(out, input, {}, [&]() -> Value { return prepare(weight, out.dtype); });
+      return out;
+    }
     out.x = prepare(input, out.dtype);
     out.w = prepare(weight, out.dtype);
     return out;
@@ -165,15 +183,21 @@ LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& ar
                       "] low precision takes float32, bfloat16 or float16, got float64");
   const Recipe& recipe = *quantization->recipe;
   out.split = recipe.split_accumulation();
-  out.x = quantize_to(
-      input,
-      {quantization->forward_quantizer(0), recipe.quantized_usage(input_usage(args.requires_grad))},
-      out.dtype);
-  const Target target{quantization->forward_quantizer(1),
-                      recipe.quantized_usage({true, args.requires_grad.input})};
+  const Target to_x{quantization->forward_quantizer(0),
+                    recipe.quantized_usage(input_usage(args.requires_grad))};
+  const Target to_w{quantization->forward_quantizer(1),
+                    recipe.quantized_usage({true, args.requires_grad.input})};
   const bool keeps = args.keep_weights && quantization->weights != nullptr;
-  out.w = weight_operand(weight, target, out.dtype, keeps ? &(*quantization->weights)[0] : nullptr,
-                         args.params[0]);
+  const auto operand = [&] {
+    return weight_operand(weight, to_w, out.dtype, keeps ? &(*quantization->weights)[0] : nullptr,
+                          args.params[0]);
+  };
+  if (gathers_input()) {
+    gather_input(out, input, to_x, operand);
+  } else {
+    out.x = quantize_to(input, to_x, out.dtype);
+    out.w = operand();
+  }
   return out;
 }
 
@@ -207,6 +231,7 @@ Tensor BasicLinearImpl::forward(const LinearFwdArgs& args) {
 // forward, which are row-wise, or none.
 ToSave BasicLinearImpl::to_save(const LinearFwdArgs& fwd, const OpArgs& args) {
   ToSave to_save;
+  const Value& x = fwd.shard.defined() ? fwd.shard : fwd.x;
   if (!fwd.x.is_quantized() && !fwd.w.is_quantized()) return to_save;
   const BackwardOverride given = args.quantization != nullptr
                                      ? args.quantization->recipe->backward_override()
@@ -219,15 +244,16 @@ ToSave BasicLinearImpl::to_save(const LinearFwdArgs& fwd, const OpArgs& args) {
     if (!(rows ? q.rowwise() : q.columnwise()).defined()) return v;
     return q.only(rows, !rows);
   };
-  to_save.tensors = {
-      args.requires_grad.param(0) && fwd.x.is_quantized() ? narrowed(fwd.x) : Value(),
-      args.requires_grad.input && fwd.w.is_quantized() ? narrowed(fwd.w) : Value()};
+  to_save.tensors = {args.requires_grad.param(0) && x.is_quantized() ? narrowed(x) : Value(),
+                     args.requires_grad.input && fwd.w.is_quantized() ? narrowed(fwd.w) : Value()};
   return to_save;
 }
 
 OpForwardResult BasicLinearImpl::op_forward_compute(const Value& input, const OpArgs& args) {
   const LinearFwdArgs fwd = forward_args(input, args);
-  return {forward(fwd), to_save(fwd, args)};
+  Tensor y = forward(fwd);
+  if (parallel_ == TensorParallel::Row) y = start_sum(y, shares_tokens()).wait_one();
+  return {std::move(y), to_save(fwd, args)};
 }
 
 // The input and the weight are saved as they came in, so that nothing is held twice; a cast is made
@@ -277,19 +303,41 @@ LinearBwdArgs BasicLinearImpl::backward_args(const OperationContext& ctx, const 
   const auto as_operand = [&](const Value& v) -> Value {
     return v.is_quantized() && quantized ? v : Value(prepare(v, out.compute_dtype));
   };
-  if (quantizer != nullptr && !state.calibrating) {
-    out.dy = quantize_to(grad_output, {quantizer, grad_output_usage(ctx.requires_grad)},
-                         out.compute_dtype);
+  if (out.weight_requires_grad && x.defined()) {
+    if (gathers_input()) {
+      out.gathered_x = gathered_input(ctx, x, quantized, out.compute_dtype);
+    } else {
+      out.x = as_operand(x);
+    }
+  }
+  const Target to_dy{quantizer, grad_output_usage(ctx.requires_grad)};
+  if (quantizer != nullptr && state.calibrating) quantizer->calibrate(prepare(grad_output));
+  if (parallel_ == TensorParallel::Row && shares_tokens()) {
+    out.dy =
+        gathered_grad_output(grad_output, state.calibrating ? Target() : to_dy, out.compute_dtype);
+  } else if (quantizer != nullptr && !state.calibrating) {
+    out.dy = quantize_to(grad_output, to_dy, out.compute_dtype);
   } else {
-    if (quantizer != nullptr) quantizer->calibrate(prepare(grad_output));
     out.dy = as_operand(grad_output);
   }
-  if (out.weight_requires_grad && x.defined()) out.x = as_operand(x);
   if (out.input_requires_grad) out.w = as_operand(w);
   return out;
 }
 
+Tensor BasicLinearImpl::input_grad(const LinearBwdArgs& args, bool quantized) const {
+  const Tensor add = args.add.defined() ? prepare(args.add, args.compute_dtype) : Tensor();
+  if (!quantized) {
+    return kernels::linear_input_grad(args.dy.tensor(), args.w.tensor(), add, args.alpha);
+  }
+  return kernels::quantized_linear_input_grad(
+      args.dy, args.w,
+      {args.compute_dtype, {}, add, args.alpha, kernels::accumulation(args.split.input_grad)});
+}
+
 LinearGrads BasicLinearImpl::backward(LinearBwdArgs args, const OperationContext& ctx) {
+  if (is_parallel() || distributed::Filler::current() != nullptr) {
+    return parallel_backward(std::move(args), ctx);
+  }
   LinearGrads grads;
   const bool quantized = args.is_quantized();
   if (joins_bias_grad(args)) {
@@ -299,23 +347,12 @@ LinearGrads BasicLinearImpl::backward(LinearBwdArgs args, const OperationContext
     grads.dbias = std::move(both.dbias);
   } else {
     if (args.bias_requires_grad) {
-      grads.dbias = kernels::bias_backward(args.dy.dequantized(), options.out_features);
+      grads.dbias = kernels::bias_backward(args.dy.dequantized(), local_out_features());
     }
     if (args.weight_requires_grad) grads.dw = weight_grad(args, ctx);
   }
   args.x = {};
-  if (!args.input_requires_grad) return grads;
-  const Tensor add = args.add.defined() ? prepare(args.add, args.compute_dtype) : Tensor();
-  const Tensor dx =
-      quantized
-          ? kernels::quantized_linear_input_grad(args.dy, args.w,
-                                                 {args.compute_dtype,
-                                                  {},
-                                                  add,
-                                                  args.alpha,
-                                                  kernels::accumulation(args.split.input_grad)})
-          : kernels::linear_input_grad(args.dy.tensor(), args.w.tensor(), add, args.alpha);
-  grads.dx = cast(dx, args.input_dtype);
+  if (args.input_requires_grad) grads.dx = cast(input_grad(args, quantized), args.input_dtype);
   return grads;
 }
 
@@ -370,10 +407,10 @@ std::string BasicLinearImpl::complete_context(OperationContext& ctx, const OpArg
   Value w = ctx.saved_value(1);
   if (needs.param(0)) {
     if (!x.defined()) return expected(saved, "None as input");
-    if (x.sizes().empty() || x.sizes().back() != options.in_features) {
+    if (x.sizes().empty() || x.sizes().back() != local_in_features()) {
       return expected(saved, "an input of " + sizes_string(x.sizes()) +
                                  ", whose last dimension is not in_features=" +
-                                 std::to_string(options.in_features));
+                                 std::to_string(local_in_features()));
     }
   }
   if (needs.input) {

@@ -3,7 +3,9 @@
 
 #include <functional>
 
+#include "ligature/distributed/gather_value.h"
 #include "ligature/operation.h"
+#include "ligature/ops/tensor_parallel.h"
 #include "ligature/options.h"
 #include "ligature/prepare.h"
 #include "ligature/recipes/recipe.h"
@@ -30,6 +32,7 @@ struct LinearFwdArgs {
   bool add_in_place = false;          ///< ... and overwritten by it
   double alpha = 1.0;                 ///< factor of x W^T
   SplitAccumulation split;            ///< as the recipe has it
+  Value shard;                        ///< where `x` was gathered: this rank's part, to be saved
 
   /// Of quantized operands.
   kernels::ProductArgs product() const {
@@ -50,6 +53,8 @@ struct LinearBwdArgs {
   at::ScalarType weight_dtype = at::kFloat;
   at::ScalarType compute_dtype = at::kFloat;
   SplitAccumulation split;
+  /// Waits for the input of all ranks, where it is gathered: in the place of `x`.
+  std::function<Value()> gathered_x;
 
   bool is_quantized() const { return dy.is_quantized() || x.is_quantized() || w.is_quantized(); }
 };
@@ -84,9 +89,10 @@ struct BasicLinearOptions : ParameterOptions {
   int64_t in_features = 0;
   int64_t out_features = 0;
   bool accumulate_into_main_grad = false;
-  /// Under which communication would be overlapped with the GEMM: accepted for compatibility, no
-  /// effect.
+  /// Asks for GEMMs that are cut into pieces, each computed while the next one travels.
   std::optional<std::string> userbuffers_comm_name;
+  /// The sizes above are those of the whole layer.
+  TensorParallelOptions tensor_parallel;
 
   template <class F>
   void fields(F&& f) {
@@ -94,6 +100,7 @@ struct BasicLinearOptions : ParameterOptions {
     f("out_features", out_features);
     f("accumulate_into_main_grad", accumulate_into_main_grad);
     f("userbuffers_comm_name", userbuffers_comm_name);
+    tensor_parallel.fields(f);
   }
 };
 
@@ -140,6 +147,20 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
     return {needs.input, needs.param(0)};
   }
 
+  // How it is spread over the ranks of a group.
+  TensorParallel parallel() const { return parallel_; }
+  bool is_parallel() const { return parallel_ != TensorParallel::None; }
+  bool shares_tokens() const { return is_parallel() && options.tensor_parallel.sequence_parallel; }
+  /// Is its input one rank's tokens, to be gathered?
+  bool gathers_input() const { return parallel_ == TensorParallel::Column && shares_tokens(); }
+  int64_t local_in_features() const;
+  int64_t local_out_features() const;
+  distributed::GroupPtr group() const { return group_of(options.tensor_parallel, label()); }
+  std::optional<Communication> communication() const override;
+  void share_amax(OpQuantization& own) const override;
+  /// Starts to gather the saved input before backward comes to it, if backward will want it.
+  void start_gather_ahead(OperationContext& ctx) const;
+
   // The pieces, for fusions that cover a linear.
   at::ScalarType compute_dtype(const OpArgs& args) const;
   LinearFwdArgs forward_args(const Value& input, const OpArgs& args) const;
@@ -171,12 +192,26 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
   LIGATURE_OPTIONS_AS_DATA
 
  private:
+  /// The input of all ranks, in low precision as `target` says, and what of it is saved.
+  void gather_input(LinearFwdArgs& out, const Value& input, const Target& target,
+                    const std::function<Value()>& meanwhile) const;
+  distributed::PendingValue start_gather(const Value& x, at::ScalarType dtype) const;
+  std::function<Value()> gathered_input(const OperationContext& ctx, const Value& x, bool quantized,
+                                        at::ScalarType dtype) const;
+  void infer_parallel(InferResult& result) const;
+  Value gathered_grad_output(const Value& grad_output, const Target& target,
+                             at::ScalarType dtype) const;
+  /// Sums up over the ranks what one of them has a part of.
+  distributed::Transfer start_sum(const Tensor& part, bool scatter) const;
+  LinearGrads parallel_backward(LinearBwdArgs args, const OperationContext& ctx);
+  Tensor input_grad(const LinearBwdArgs& args, bool quantized) const;
   Tensor weight_grad(const LinearBwdArgs& args, const OperationContext& ctx);
   /// Does one product give the gradients of the weight and of the bias?
   bool joins_bias_grad(const LinearBwdArgs& args) const;
   void calibrate(const Value& input, const Value& weight, const OpArgs& args) const;
 
   MainGrad main_grad_;
+  TensorParallel parallel_ = TensorParallel::None;
 };
 TORCH_MODULE(BasicLinear);
 

@@ -11,10 +11,17 @@ struct BiasOptions : ParameterOptions {
   explicit BiasOptions(int64_t size_) : size(size_) {}
 
   int64_t size = 0;
+  /// Spread over the ranks of a group, each of which has a part; `size` is that of the whole.
+  bool tensor_parallel = false;
+  std::optional<std::string> tensor_parallel_group;  ///< none: torch's default group
+  std::optional<int64_t> tensor_parallel_size;       ///< none: the group is asked
 
   template <class F>
   void fields(F&& f) {
     f("size", size);
+    f("tensor_parallel", tensor_parallel);
+    f("tensor_parallel_group", tensor_parallel_group);
+    f("tensor_parallel_size", tensor_parallel_size);
   }
 };
 
@@ -52,6 +59,8 @@ class BiasImpl : public Operation<BiasImpl> {
   /// The dtype of its gradient, kept for fusions that compute it elsewhere.
   static void save_dtypes(OperationContext& ctx, const OpArgs& args);
   Tensor cast_grad(const OperationContext& ctx, const Tensor& db) const;
+  /// Of this rank's part.
+  int64_t local_size() const { return options.size / options.tensor_parallel_size.value_or(1); }
 
   Options options;
   static void check_options(const Options& options);

@@ -4,6 +4,7 @@
 
 #include "ligature/ops/basic_linear.h"
 #include "ligature/ops/bias.h"
+#include "ligature/ops/collective.h"
 
 namespace ligature {
 
@@ -16,6 +17,9 @@ struct LinearOptions : ParameterOptions {
   int64_t out_features = 0;
   bool bias = true;
   bool accumulate_into_main_grad = false;
+  /// The sizes above are those of the whole layer. In mode "row" it is a BasicLinear, a Bias and a
+  /// ReduceScatter (sequence_parallel) or AllReduce: each rank's bias is added before the sum.
+  TensorParallelOptions tensor_parallel;
 
   template <class F>
   void fields(F&& f) {
@@ -23,6 +27,7 @@ struct LinearOptions : ParameterOptions {
     f("out_features", out_features);
     f("bias", bias);
     f("accumulate_into_main_grad", accumulate_into_main_grad);
+    tensor_parallel.fields(f);
   }
 };
 
@@ -50,6 +55,12 @@ class LinearImpl : public FusedOperation {
   Tensor bias() const;
   /// An undefined one takes the bias away. One that was made without a bias cannot be given one.
   void set_bias(Tensor bias);
+  /// Gives a fresh weight its initial values: those of the whole layer, whatever the ranks.
+  void initialize_weight(Tensor& w) const;
+  /// Does this rank's bias begin with values? In mode "row" the biases of all ranks are added up,
+  /// and those of all but the first begin as zeros.
+  bool adds_bias() const;
+  bool is_row() const { return options.tensor_parallel.parsed() == TensorParallel::Row; }
 
   Options options;
 };

@@ -26,9 +26,6 @@ void check_entry(bool good, const std::string& key, const std::string& wanted, c
   LIGATURE_CHECK_STATE(good, "checkpoint entry '", key, "' must be ", wanted, ", got ", got...);
 }
 
-std::string dtype_name(at::ScalarType dtype) {
-  return std::string(c10::getDtypeNames(dtype).first);
-}
 std::string shape_of(at::ScalarType dtype, at::IntArrayRef sizes) {
   return dtype_name(dtype) + sizes_string(sizes);
 }

@@ -173,6 +173,7 @@ OpQuantizationPtr BasicOperation::find_quantization(const RecipePtr& recipe, at:
   } else {
     made->backward.resize(backward.size());
   }
+  share_amax(*made);
   OpQuantizationPtr forgotten;  // destroyed after the lock: it may call a host language
   std::vector<std::shared_ptr<WeightCaches>> dropped;
   {

@@ -149,21 +149,6 @@ ExampleShapes complete_shapes(const Subject& subject, const Wiring& wiring,
   return out;
 }
 
-std::string dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-      return "float64";
-    case at::kFloat:
-      return "float32";
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    default:
-      return c10::toString(dtype);
-  }
-}
-
 std::string to_string(const Dtypes& dtypes) {
   const std::string input = dtype_name(dtypes.input);
   if (dtypes.input == dtypes.params) return input;

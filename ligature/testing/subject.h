@@ -50,7 +50,6 @@ std::optional<std::vector<int64_t>> find_shape(const Subject& subject, size_t op
 
 /// "float32", or "bfloat16 with float32 parameters".
 std::string to_string(const Dtypes& dtypes);
-std::string dtype_name(at::ScalarType dtype);
 std::string to_string(const ExampleShapes& shapes);
 
 }  // namespace ligature::testing

@@ -25,7 +25,7 @@ from ._torch_check import check_torch
 
 check_torch(torch.__version__, torch.__file__)
 
-from . import common, integrations, ops, quantization, testing  # noqa: E402
+from . import common, distributed, integrations, ops, quantization, testing  # noqa: E402
 from ._C import __version__  # noqa: E402
 from ._config import cmake_prefix_path, set_launch_graphs, show_config  # noqa: E402
 from .common import recipe  # noqa: E402
@@ -91,6 +91,7 @@ __all__ = [
     "checkpoint",
     "cmake_prefix_path",
     "common",
+    "distributed",
     "explain",
     "fp8_autocast",
     "fp8_model_init",

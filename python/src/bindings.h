@@ -23,5 +23,6 @@ void bind_explain(py::module_& m);
 void bind_testing(py::module_& m);
 void bind_storage(py::module_& m);
 void bind_routing(py::module_& m);
+void bind_distributed(py::module_& m);
 
 }  // namespace ligature::python

@@ -475,6 +475,15 @@ void bind_fuser(py::module_& m) {
       .def_property_readonly("_considered", &PythonFuser::considered)
       .def_property_readonly("_basic_ops", &PythonFuser::basic_ops)
       .def_property_readonly("_number", &PythonFuser::number)
+      .def_property_readonly(
+          "_partial_gradients",
+          [](PythonFuser& f) {
+            py::list out;
+            for (const auto& one : find_partial_gradients(f.core().basic_ops())) {
+              out.append(py::make_tuple(one.op, one.group));
+            }
+            return out;
+          })
       .def("_drop_operations", &PythonFuser::drop_operations)
       .def_property_readonly("_num_plans", &PythonFuser::num_plans)
       .def_property_readonly("_num_basic_ops",

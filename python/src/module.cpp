@@ -36,4 +36,5 @@ PYBIND11_MODULE(_C, m) {
   bind_testing(m);
   bind_storage(m);
   bind_routing(m);
+  bind_distributed(m);
 }

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _C
 from .._arguments import listed
+from ..distributed import mark_partial_grads
 from ..explanation import Explanation, example_tensors, strict_names
 from ._composite import asking_for_composites
 from .fusible import FusibleOperation
@@ -72,6 +73,7 @@ class OperationFuser(_C.OperationFuser):
             strict=strict_names(strict),
         )
         modules.extend(part._parameter_owner for part in parts)
+        mark_partial_grads(self)
         _FUSERS.add(self)
 
     @property

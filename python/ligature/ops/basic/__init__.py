@@ -9,16 +9,20 @@ from typing import Any, Self
 
 import torch
 
-from ..._arguments import check_group, listed
+from ..._arguments import listed
+from ...distributed import group_name, group_named
 from ...quantization.model_init import quantize_new_weight
 from .. import activation
 from .._builtin import BuiltinOperation, option
 from ..activation import *  # noqa: F403
+from .collective import AllGather, AllReduce, ReduceScatter
 from .grouped_linear import GroupedLinear
 from .routing import Combine, Dispatch, TopKRouter
 
 __all__ = [
     "AddExtraInput",
+    "AllGather",
+    "AllReduce",
     "BasicLinear",
     "Bias",
     "Combine",
@@ -32,6 +36,7 @@ __all__ = [
     "MakeExtraOutput",
     "Quantize",
     "RMSNorm",
+    "ReduceScatter",
     "Reshape",
     "TopKRouter",
 ]
@@ -40,23 +45,45 @@ __all__ += activation.__all__
 Device = torch.device | str | None
 
 
-def check_tensor_parallel(op: str, mode: str | None, group: Any) -> None:
-    """Refuses what would need communication; a group of one needs none."""
-    if mode not in (None, "column", "row"):
-        raise ValueError(
-            f"[{op}] tensor_parallel_mode must be None, 'column' or 'row', got {mode!r}"
-        )
-    check_group(op, "tensor_parallel_group", group)
-    if mode is None or not (
-        torch.distributed.is_available() and torch.distributed.is_initialized()
-    ):
-        return
-    size = torch.distributed.get_world_size(group)
-    if size > 1:
-        raise NotImplementedError(
-            f"[{op}] tensor_parallel_mode={mode!r} over a group of {size} processes is not "
-            "available in this version"
-        )
+def tensor_parallel_options(
+    op: str, mode: str | None, group: Any, sequence_parallel: bool
+) -> dict[str, Any]:
+    """How a linear layer is spread over ranks, as options of the core."""
+    name = group_name(op, "tensor_parallel_group", group)
+    return {
+        "tensor_parallel_mode": mode,
+        "tensor_parallel_group": name,
+        "sequence_parallel": bool(sequence_parallel),
+    }
+
+
+class TensorParallelAttributes:
+    """What te.ops tells of a layer that is spread over ranks, in its canonical form."""
+
+    def _spread(self, name: str) -> Any:
+        """An option of the whole layer."""
+        raise NotImplementedError
+
+    @property
+    def tensor_parallel_mode(self) -> str | None:
+        """``"column"``, ``"row"`` or None, as over a group of one rank."""
+        mode: str | None = self._spread("tensor_parallel_mode")
+        return mode
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The group; None without a mode, and for torch's default group."""
+        return group_named(self._spread("tensor_parallel_group"))
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """How many ranks have a part of it."""
+        return self._spread("tensor_parallel_size") or 1
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tokens are spread too."""
+        return bool(self._spread("sequence_parallel"))
 
 
 class _Part(BuiltinOperation):
@@ -104,7 +131,7 @@ class _Part(BuiltinOperation):
         return super().__getattr__(name)
 
 
-class BasicLinear(_Part):
+class BasicLinear(TensorParallelAttributes, _Part):
     """``y = x W^T``.
 
     Args:
@@ -112,15 +139,18 @@ class BasicLinear(_Part):
         out_features: size of the output's last dimension.
         device: where the weight lives; by default torch's default device, CUDA where there is one.
         dtype: of the weight; by default torch's default dtype.
-        tensor_parallel_mode, tensor_parallel_group: accepted for compatibility, no effect: a group
-            of one process has nothing to split, and a larger one is refused, as this version has no
-            tensor parallelism.
-        sequence_parallel: accepted for compatibility, no effect: it is about tensor parallelism.
+        tensor_parallel_mode: ``"column"`` gives each rank some of the output's features, ``"row"``
+            some of the input's, whose results are added up. The sizes above are those of the whole
+            layer; :attr:`local_in_features` and :attr:`local_out_features` are a rank's.
+        tensor_parallel_group: a process group or a one-dimensional mesh; None is torch's default
+            group.
+        sequence_parallel: tokens, the first dimension, are spread over the ranks wherever features
+            are not: a column layer gathers its input, a row layer scatters its output.
         rng_state_tracker_function: gives an object whose ``fork()`` surrounds the initialization.
         accumulate_into_main_grad: add the weight's gradient into ``weight.main_grad`` (or overwrite
             it when ``weight.overwrite_main_grad``) instead of ``weight.grad``.
-        userbuffers_options: accepted for compatibility, no effect: this version overlaps no
-            communication with GEMMs, and ``explain()`` says so.
+        userbuffers_options: a dict asks for GEMMs that are cut into pieces, each computed while
+            the next one travels; what it holds is not looked at.
 
     A call's ``is_first_microbatch`` is accepted for compatibility, no effect: a weight is quantized
     again when it has changed.
@@ -145,7 +175,9 @@ class BasicLinear(_Part):
         userbuffers_options: dict[str, Any] | None = None,
     ) -> None:
         name = type(self).__name__
-        check_tensor_parallel(name, tensor_parallel_mode, tensor_parallel_group)
+        parallel = tensor_parallel_options(
+            name, tensor_parallel_mode, tensor_parallel_group, sequence_parallel
+        )
         if userbuffers_options is not None and not isinstance(userbuffers_options, dict):
             raise TypeError(
                 f"[{name}] userbuffers_options must be a dict or None, got {userbuffers_options!r}"
@@ -156,6 +188,7 @@ class BasicLinear(_Part):
             out_features=out_features,
             accumulate_into_main_grad=accumulate_into_main_grad,
             userbuffers_comm_name=None if overlap is None else str(overlap),
+            **parallel,
         )
         self._userbuffers_options = userbuffers_options
         self._rng_state_tracker_function = rng_state_tracker_function
@@ -180,6 +213,19 @@ class BasicLinear(_Part):
         if weight is not None:
             self._handle.adopt_weight(weight)
 
+    def _spread(self, name: str) -> Any:
+        return self._impl.get_option(name)
+
+    @property
+    def local_in_features(self) -> int:
+        """Size of this rank's input's last dimension."""
+        return self._impl.parameters[0][1][1]
+
+    @property
+    def local_out_features(self) -> int:
+        """Size of this rank's output's last dimension."""
+        return self._impl.parameters[0][1][0]
+
     @property
     def _accumulate_into_main_grad(self) -> bool:
         return bool(self._impl.get_option("accumulate_into_main_grad"))
@@ -188,11 +234,17 @@ class BasicLinear(_Part):
 class Bias(_Part):
     """``y = x + b`` over the last dimension, of this ``size``.
 
-    ``tensor_parallel`` and ``tensor_parallel_group`` are accepted for compatibility, no effect: a
-    group of one process has nothing to split, and a larger one is refused.
+    With ``tensor_parallel`` each rank of ``tensor_parallel_group`` has a part of the features, and
+    ``size`` is that of all together.
     """
 
-    size: int = option("size", "Number of features.")
+    size: int = option("size", "Number of features, of all ranks.")
+
+    @property
+    def local_size(self) -> int:
+        """Number of this rank's features."""
+        size: int = self._impl.parameters[0][1][0]
+        return size
 
     def __init__(
         self,
@@ -203,9 +255,10 @@ class Bias(_Part):
         tensor_parallel: bool = False,
         tensor_parallel_group: Any = None,
     ) -> None:
-        mode = "column" if tensor_parallel else None
-        check_tensor_parallel(type(self).__name__, mode, tensor_parallel_group)
-        super().__init__(size=size)
+        name = group_name(type(self).__name__, "tensor_parallel_group", tensor_parallel_group)
+        super().__init__(
+            size=size, tensor_parallel=bool(tensor_parallel), tensor_parallel_group=name
+        )
         self._register(device, dtype)
 
 
