@@ -17,7 +17,6 @@ import torch
 
 from ...ops import Combine, Dispatch, GroupedLinear, Sequential
 from ...quantization import quantized_model_init
-from ...quantization.autocast import get_autocast_recipe
 from ...quantization.checkpointing import state_keys
 from .gates import Gate, read_gate
 from .recognition import UnsupportedError
@@ -305,9 +304,7 @@ def _linears(module: torch.nn.Module) -> list[tuple[str, _ExpertsLinear]]:
 def _add_states(
     module: torch.nn.Module, state_dict: OrderedDict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    recipe = get_autocast_recipe()
     for name, op in _linears(module):
-        op._lists_empty_state = recipe is not None and recipe.delayed()
         op._save_to_state_dict(state_dict, prefix + name, False)
 
 

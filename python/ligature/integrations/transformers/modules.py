@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 
 from ... import _C
-from ...ops import FusibleOperation, Linear, RMSNorm, Sequential
-from ...quantization.autocast import get_autocast_recipe
+from ...ops import Linear, RMSNorm, Sequential
 
 HALVES = ("gate_proj", "up_proj")
 JOINED = "gate_up_proj"
@@ -51,7 +50,6 @@ class GatedMLP(Sequential):
         ops["down_proj"] = down_proj
         super().__init__(ops, recompute=recompute)
         self.halves = halves
-        self.register_state_dict_pre_hook(_list_recipe_state)
         self.register_state_dict_post_hook(_split_halves)
 
     @property
@@ -134,15 +132,6 @@ class Half(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, a half"
-
-
-def _list_recipe_state(module: GatedMLP, prefix: str, keep_vars: bool) -> None:
-    """The original knows no recipes, so their state is there where it holds something; and inside
-    an ``autocast`` with delayed scaling, for tools that fill what a model lists."""
-    recipe = get_autocast_recipe()
-    for op in module:
-        if isinstance(op, FusibleOperation):
-            op._lists_empty_state = recipe is not None and recipe.delayed()
 
 
 def _part(value: torch.Tensor, place: int) -> torch.Tensor:
