@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,8 @@ def main() -> None:
     parser.add_argument("--files", action="store_true", help="list the files")
     args = parser.parse_args()
     source = args.source.resolve()
+    # cmake and ninja are installed beside this Python
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     folder = source / "build" / "walk"
     walk = entered(build(source, folder, args.jobs), folder, source)
     first = list(dict(walk).values())
