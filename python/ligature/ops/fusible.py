@@ -117,7 +117,6 @@ class FusibleOperation(torch.nn.Module):
         return checkpointing.named_state(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        loading.meet_distributed_checkpoints()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         checkpointing.save(self, destination, prefix)
 

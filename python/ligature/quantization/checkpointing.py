@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _STATE = "_recipe_state."
-_PARTS = tuple(
+_SIDES = [
     f"{side}_{what}" for side in ("rowwise", "columnwise") for what in ("data", "scale", "amax")
-)
+]
+PARTS = (*_SIDES, "format")
 _MODES = ("forward", "backward")
 _MOST_BYTES = 1 << 16
 
@@ -156,7 +157,7 @@ class Entries:
         self, entries: Mapping[str, Any], prefix: str, name: str, parameter: torch.Tensor
     ) -> None:
         key = f"{prefix}{name}"
-        present = [part for part in (*_PARTS, "format") if f"{key}.{part}" in entries]
+        present = [part for part in PARTS if f"{key}.{part}" in entries]
         if not present:
             return
         for other, own in self._renamed.items():

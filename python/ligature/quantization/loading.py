@@ -8,15 +8,16 @@ than it does now. So their functions ask here first; for models without operatio
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from .checkpointing import Entries
+from .checkpointing import PARTS, Entries
 
+_INNER = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 _WRAPPER = "_checkpoint_wrapped_module."  # of activation checkpoints; entries are named without it
 _STATE = "_recipe_state."
 
@@ -44,18 +45,37 @@ def check(model: torch.nn.Module, state_dict: Mapping[str, Any], assign: bool) -
             read.check_plain(model, prefix, assign)
 
 
-def _with_prefix(model: torch.nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Recipe state under the names of a wrapper: those who strip and add them know parameters."""
-    inner = type(model).__name__
-    name = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}.get(inner)
-    if name is None:
-        return state_dict
-    bare = [k for k in state_dict if _STATE in k and not k.startswith(f"{name}.")]
-    if not bare:
+def _own_keys(state_dict: Mapping[str, Any]) -> list[str]:
+    """Those that only operations know: recipe state, and the parts of quantized parameters."""
+
+    def is_part(key: str) -> bool:
+        parameter, _, last = key.rpartition(".")
+        return last in PARTS and f"{parameter}.format" in state_dict
+
+    return [key for key in state_dict if _STATE in key or is_part(key)]
+
+
+def _full_name(model: torch.nn.Module, key: str) -> str:
+    """With the names of wrappers: torch's tools strip and add them where they know parameters."""
+    names: list[str] = []
+    module: Any = model
+    for name in key.split("."):
+        while (inner := _INNER.get(type(module).__name__)) is not None and name != inner:
+            names.append(inner)
+            module = module._modules.get(inner)
+        names.append(name)
+        module = module._modules.get(name) if isinstance(module, torch.nn.Module) else None
+    return ".".join(names)
+
+
+def _with_full_names(model: torch.nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    names = {key: _full_name(model, key) for key in _own_keys(state_dict)}
+    names = {key: full for key, full in names.items() if full != key}
+    if not names:
         return state_dict
     renamed = type(state_dict)(state_dict)  # type: ignore[call-arg]
-    for key in bare:
-        renamed[f"{name}.{key}"] = renamed.pop(key)  # type: ignore[index, attr-defined]
+    for key, full in names.items():
+        renamed[full] = renamed.pop(key)  # type: ignore[index, attr-defined]
     return renamed
 
 
@@ -68,7 +88,7 @@ def _asking_operations(load: Any) -> Any:
         assign: bool = False,
     ) -> Any:
         if isinstance(state_dict, Mapping):
-            state_dict = _with_prefix(self, state_dict)
+            state_dict = _with_full_names(self, _handed_back(self, state_dict))
             check(self, state_dict, assign)
         return load(self, state_dict, strict, assign)
 
@@ -139,38 +159,94 @@ def _giving_back(load: Any) -> Any:
     @functools.wraps(load)
     def load_all(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         before, _offered.entries = _offered.entries, {}
+        planner = kwargs.get("planner")  # one of a user's need not be derived from torch's
+        if planner is not None:
+            set_up = _offering(type(planner).set_up_planner)
+            planner.set_up_planner = functools.partial(set_up, planner)
         try:
             result = load(state_dict, *args, **kwargs)
             state_dict.update(_offered.entries)  # it works on a dict of its own
             return result
         finally:
             _offered.entries = before
+            if planner is not None:
+                del planner.set_up_planner
 
     return load_all
+
+
+# -- torch.distributed.checkpoint.state_dict
+
+_HELD = "<held back>"  # where torch looks for a parameter that is there in parts
+
+
+class _Held(threading.local):
+    model: torch.nn.Module | None = None
+    entries: dict[str, Any] = {}  # noqa: RUF012
+
+
+_held = _Held()
+
+
+def _from_rank_0(entries: Mapping[str, Any]) -> dict[str, Any]:
+    names = [list(entries)]
+    dist.broadcast_object_list(names, src=0)
+    out = {}
+    for name in names[0]:
+        value = entries.get(name)
+        one = [value.cpu() if isinstance(value, torch.Tensor) else value]
+        dist.broadcast_object_list(one, src=0)
+        out[name] = one[0]
+    return out
+
+
+def _holding_back(load: Any) -> Any:
+    """What only operations know goes past a function that deals in parameters."""
+
+    @functools.wraps(load)
+    def load_model_state(model: torch.nn.Module, state_dict: Any, info: Any) -> Any:
+        from ..ops.fusible import FusibleOperation
+
+        keys = _own_keys(state_dict)
+        broadcast = info.broadcast_from_rank0 and any(
+            isinstance(module, FusibleOperation) for module in model.modules()
+        )
+        if not keys and not broadcast:
+            return load(model, state_dict, info)
+        entries = {key: state_dict[key] for key in keys}
+        rest = {key: value for key, value in state_dict.items() if key not in entries}
+        rest |= {key[: -len(".format")]: _HELD for key in keys if key.endswith(".format")}
+        before = _held.model, _held.entries
+        _held.model, _held.entries = model, _from_rank_0(entries) if broadcast else entries
+        try:
+            return load(model, rest or {_HELD: _HELD}, info)  # nothing at all would not be loaded
+        finally:
+            _held.model, _held.entries = before
+
+    return load_model_state
+
+
+def _handed_back(model: torch.nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    if _held.model is not model:
+        return state_dict
+    rest = {k: v for k, v in state_dict.items() if not (isinstance(v, str) and v == _HELD)}
+    return rest | _held.entries
 
 
 # -- telling torch
 
 
-def meet_distributed_checkpoints() -> None:
-    """Makes ``torch.distributed.checkpoint`` ask here, once it is imported."""
-    planner = sys.modules.get("torch.distributed.checkpoint.default_planner")
-    package = sys.modules.get("torch.distributed.checkpoint")
-    if not hasattr(planner, "DefaultLoadPlanner") or not hasattr(package, "load"):
-        return
-    assert planner is not None
-    assert package is not None
-    cls = planner.DefaultLoadPlanner
-    if getattr(cls, "_offers_recipe_state", False):
-        return
-    cls._offers_recipe_state = True
-    cls.set_up_planner = _offering(cls.set_up_planner)
-    loader = sys.modules["torch.distributed.checkpoint.state_dict_loader"]
-    loader.load = package.load = _giving_back(package.load)  # type: ignore[attr-defined]
-
-
 def install() -> None:
     """Makes torch's functions ask here."""
-    load = _asking_operations(torch.nn.Module.load_state_dict)
-    torch.nn.Module.load_state_dict = load  # type: ignore[method-assign]
-    meet_distributed_checkpoints()
+    module = torch.nn.Module
+    module.load_state_dict = _asking_operations(module.load_state_dict)  # type: ignore[method-assign]
+    if not dist.is_available():
+        return
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import default_planner, state_dict, state_dict_loader
+
+    planner = default_planner.DefaultLoadPlanner
+    planner.set_up_planner = _offering(planner.set_up_planner)  # type: ignore[method-assign]
+    load = _giving_back(state_dict_loader.load)
+    state_dict_loader.load = checkpoint.load = load  # type: ignore[attr-defined]
+    state_dict._load_model_state_dict = _holding_back(state_dict._load_model_state_dict)

@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
 from delayed_reference import recipe_state, state_of
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -180,6 +183,46 @@ def test_dcp_with_quantized_weights(way: str, make_recipe: Any, tmp_path: Path) 
     assert goes_on_alike(model, other, recipe)
 
 
+class Planner(LoadPlanner):
+    """One of a user's, not derived from torch's."""
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata = state_dict, metadata
+
+    def create_local_plan(self) -> Any:
+        return create_default_local_load_plan(self.state_dict, self.metadata)
+
+    def create_global_plan(self, global_plan: Any) -> Any:
+        return global_plan
+
+    def finish_plan(self, central_plan: Any) -> Any:
+        return central_plan
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise AssertionError(read_item)
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return self.state_dict[read_item.dest_index.fqn].detach()
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("make_recipe", [delayed, lambda: None])
+def test_dcp_with_a_planner_of_a_users(make_recipe: Any, tmp_path: Path) -> None:
+    recipe = make_recipe()
+    model, other = train(Block(), recipe), Block()
+    quiet(dcp.save, model.state_dict(), checkpoint_id=tmp_path)
+    state = other.state_dict()
+    planner = Planner()
+    quiet(dcp.load, state, checkpoint_id=tmp_path, planner=planner)
+    assert "set_up_planner" not in vars(planner)
+    other.load_state_dict(state)
+    assert same(model, other)
+
+
 def test_parts_of_a_checkpoint(tmp_path: Path) -> None:
     """Into a model that has some of its operations: their state, and nothing else."""
     recipe = delayed()
@@ -275,6 +318,68 @@ def test_names_below_ddp(whole: bool, tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     assert same(model, other)
+
+
+@pytest.mark.parametrize("make_recipe", [delayed, recipes.MXFP8BlockScaling])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, torch.compile])
+@pytest.mark.parametrize("whole", [False, True])
+def test_quantized_weights_below_a_wrapper(
+    make_recipe: Any, wrap: Any, whole: bool, tmp_path: Path
+) -> None:
+    recipe = make_recipe()
+    model, other = train(Block(recipe), recipe), Block(recipe)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        options = StateDictOptions(full_state_dict=whole)
+        state = get_model_state_dict(wrap(model), options=options)
+        before = list(state)
+        set_model_state_dict(wrap(other), state, options=options)
+    finally:
+        dist.destroy_process_group()
+    assert all(key in state for key in before if "weight" in key)
+    assert same(model, other)
+    assert goes_on_alike(model, other, recipe)
+
+
+def test_recipe_state_alone() -> None:
+    model, other = train(Block(), delayed()), Block()
+    state = recipe_state(model.state_dict())
+    set_model_state_dict(other, state, options=StateDictOptions(strict=False))
+    assert states_of(model) == states_of(other)
+
+
+def _broadcast(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    file = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=2)
+    found = {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for name, weights in [
+        ("plain", None),
+        ("delayed", delayed()),
+        ("current", RECIPES["current"]()),
+    ]:
+        for wrap in (None, DistributedDataParallel):
+            torch.manual_seed(0)
+            model = train(Block(weights), weights or delayed())
+            torch.manual_seed(1)
+            other = Block(weights)
+            target = other if wrap is None else wrap(other)
+            state = get_model_state_dict(model) if rank == 0 else {}
+            set_model_state_dict(target, state, options=options)
+            found[f"{name} {wrap}"] = same(model, other)
+            del target
+    torch.save(found, f"{folder}/{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_broadcast_from_rank_0(tmp_path: Path) -> None:
+    mp.spawn(_broadcast, args=(str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        found = torch.load(tmp_path / str(rank))
+        assert len(found) == 6
+        assert all(found.values()), (rank, found)
 
 
 def test_safetensors(tmp_path: Path) -> None:
