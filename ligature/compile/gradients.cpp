@@ -215,9 +215,9 @@ std::vector<Tensor> backward_kernel(const Optionals& grads, at::TensorList kept,
 
 TORCH_LIBRARY_IMPL(ligature, Autograd, m) {
   m.impl("pipeline_forward", forward_kernel<true>);
-  m.impl("pipeline_forward_apart", forward_kernel<false>);
+  m.impl("pipeline_forward_no_cudagraph", forward_kernel<false>);
   m.impl("pipeline_backward", backward_kernel<true>);
-  m.impl("pipeline_backward_apart", backward_kernel<false>);
+  m.impl("pipeline_backward_no_cudagraph", backward_kernel<false>);
 }
 
 }  // namespace ligature::compile

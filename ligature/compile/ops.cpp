@@ -86,7 +86,7 @@ const c10::TypedOperatorHandle<ForwardOp>& forward_op(bool closed) {
     return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<ForwardOp>();
   };
   static const auto free = find("ligature::pipeline_forward");
-  static const auto apart = find("ligature::pipeline_forward_apart");
+  static const auto apart = find("ligature::pipeline_forward_no_cudagraph");
   return closed ? free : apart;
 }
 
@@ -95,7 +95,7 @@ const c10::TypedOperatorHandle<BackwardOp>& backward_op(bool closed) {
     return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<BackwardOp>();
   };
   static const auto free = find("ligature::pipeline_backward");
-  static const auto apart = find("ligature::pipeline_backward_apart");
+  static const auto apart = find("ligature::pipeline_backward_no_cudagraph");
   return closed ? free : apart;
 }
 
@@ -112,8 +112,8 @@ TORCH_LIBRARY(ligature, m) {
   // The same for calls that are not closed (FlatCall): a compiler's CUDA graphs leave them out.
   const std::vector<at::Tag> apart = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded,
                                       at::Tag::cudagraph_unsafe};
-  m.def(("pipeline_forward_apart" + forward).c_str(), apart);
-  m.def(("pipeline_backward_apart" + backward).c_str(), apart);
+  m.def(("pipeline_forward_no_cudagraph" + forward).c_str(), apart);
+  m.def(("pipeline_backward_no_cudagraph" + backward).c_str(), apart);
   const std::vector<at::Tag> writing = {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   m.def("record_amax(Tensor(a!)[] amaxes, Tensor largest) -> ()", writing);
   m.def(
@@ -127,8 +127,8 @@ namespace {
 void implement(torch::Library& m) {
   m.impl("pipeline_forward", pipeline_forward);
   m.impl("pipeline_backward", pipeline_backward);
-  m.impl("pipeline_forward_apart", pipeline_forward);
-  m.impl("pipeline_backward_apart", pipeline_backward);
+  m.impl("pipeline_forward_no_cudagraph", pipeline_forward);
+  m.impl("pipeline_backward_no_cudagraph", pipeline_backward);
   m.impl("record_amax", record_amax);
   m.impl("update_delayed", update_delayed);
 }

@@ -232,7 +232,7 @@ class PartPicture {
       if (!forward && !runs_backward(part_, step)) continue;
       const double top = rows_[step.first] + kGap / 2;
       const double bottom = rows_[step.first + step.count] - kGap / 2;
-      const char* kind = step.fused ? "lg-fused" : step.python ? "lg-guest" : "lg-plain";
+      const char* kind = step.fused ? "lg-fused" : step.python ? "lg-python" : "lg-plain";
       rect(x, top, kSide, bottom - top, std::string("lg-step ") + kind);
       title(step);
       const auto lines = step_lines(step, forward);
@@ -308,7 +308,7 @@ constexpr const char* kStyle = R"(<style>
 .lg-plan rect.lg-step{stroke-width:1.2}
 .lg-plan .lg-fused{fill:#dbeafe;stroke:#2563eb}
 .lg-plan .lg-plain{fill:#f6f8fa;stroke:#8c959f}
-.lg-plan .lg-guest{fill:#fef3c7;stroke:#b45309}
+.lg-plan .lg-python{fill:#fef3c7;stroke:#b45309}
 .lg-plan .lg-op{fill:#ffffff;stroke:#8c959f;stroke-width:1}
 .lg-plan .lg-idle{stroke-dasharray:3 3}
 .lg-plan .lg-thin{stroke:#d0d7de;stroke-width:1.5;fill:none}
@@ -323,7 +323,7 @@ constexpr const char* kStyle = R"(<style>
 .lg-plan .lg-branch{fill:#c4b5fd}
 .lg-plan .lg-fused{fill:#172f55;stroke:#60a5fa}
 .lg-plan .lg-plain{fill:#161b22;stroke:#6e7681}
-.lg-plan .lg-guest{fill:#3b2a08;stroke:#fbbf24}
+.lg-plan .lg-python{fill:#3b2a08;stroke:#fbbf24}
 .lg-plan .lg-op{fill:#0d1117;stroke:#6e7681}
 .lg-plan .lg-thin{stroke:#30363d}
 .lg-plan .lg-flow{stroke:#9da7b3}

@@ -82,7 +82,7 @@ class OperationFuser : public std::enable_shared_from_this<OperationFuser> {
   std::shared_ptr<const Plan> plan() const;
   /// All plans that it keeps: those of the situations called last, and that of the last call.
   std::vector<std::shared_ptr<const Plan>> plans() const;
-  /// How many plans it has let go of so far.
+  /// How many plans it has dropped so far.
   uint64_t dropped_plans() const { return dropped_plans_.load(std::memory_order_relaxed); }
   /// Gives away the plans made with other fusions than there are now. That of the last call is
   /// still explained, without the fused operations of users.

@@ -31,8 +31,8 @@ class FusionHandle {
  public:
   FusionHandle() = default;
   FusionHandle(Pass pass, uint64_t id) : pass_(pass), id_(id) {}
-  /// Takes the fusion out again. Every plan made with it is made anew, and what it made is let go
-  /// of where no graph needs it. Doing so twice is harmless.
+  /// Takes the fusion out again. Every plan made with it is made anew, and what it made is released
+  /// where no graph needs it. Doing so twice is harmless.
   void unregister();
   bool registered() const;
 

@@ -177,7 +177,7 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
   /// `x` is for the caller to fill in.
   LinearBwdArgs backward_args(const OperationContext& ctx, const Value& grad_output, const Value& x,
                               const Value& w) const;
-  /// The weight's gradient first: `x` is let go before there is an input's gradient.
+  /// The weight's gradient first: `x` is released before there is an input's gradient.
   LinearGrads backward(LinearBwdArgs args, const OperationContext& ctx);
 
   /// Where weight gradients go with `accumulate_into_main_grad`.

@@ -122,7 +122,7 @@ QuantizedPtr WeightCache::get(const Tensor& weight, const Quantizer& quantizer, 
       maker_ != std::this_thread::get_id()) {
     return quantizer.quantize(weight, usage);
   }
-  // A counter that has moved on is proof of a change, one that has not is none. So the bytes of a
+  // A counter that has moved on means a change, one that has not says nothing. So the bytes of a
   // weight that is written in every step, and asked for once, need not be looked at.
   const bool held = holds(weight, usage, owner);
   const bool wanted = held || asked_again_ || !weight.is_cpu();

@@ -1,4 +1,4 @@
-// Proves a fusion: whatever it makes computes what its basic operations compute.
+// Verifies a fusion: whatever it makes computes what its basic operations compute.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Proves a basic operation: it computes what a formula says, in either direction.
+// Verifies a basic operation: it computes what a formula says, in either direction.
 #pragma once
 
 #include <functional>

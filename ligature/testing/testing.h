@@ -1,4 +1,4 @@
-// Proofs of fusions and operations, for tests. Part of the library, not of `ligature/ligature.h`.
+// Checks of fusions and operations, for tests. Part of the library, not of `ligature/ligature.h`.
 #pragma once
 
 #include "ligature/testing/check_fusion.h"

@@ -1,4 +1,4 @@
-"""Proofs of fusions and operations, for tests.
+"""Checks of fusions and operations, for tests.
 
 :func:`check_fusion` compares what a fusion makes with its basic operations run one by one;
 :func:`check_operation` compares an operation with a formula. Both also look for what a comparison
@@ -59,7 +59,7 @@ def check_fusion(
     sample: Callable[[tuple[int, ...]], torch.Tensor] | None = None,
     seed: int = 0,
 ) -> Report:
-    """Proves that a fusion computes what its basic operations compute.
+    """Verifies that a fusion computes what its basic operations compute.
 
     Over dtypes, shapes, and choices of which inputs and parameters need gradients it compares
     outputs, extra outputs and all gradients. A ``"forward"`` fusion runs with the unfused backward,
@@ -170,7 +170,7 @@ def check_operation(
     sample: Callable[[tuple[int, ...]], torch.Tensor] | None = None,
     seed: int = 0,
 ) -> Report:
-    """Proves that an operation computes what a formula says, forward and backward.
+    """Verifies that an operation computes what a formula says, forward and backward.
 
     Over dtypes, shapes, and choices of which inputs and parameters need gradients it compares the
     outputs and all gradients with those of ``reference``, computed in float64 and differentiated by

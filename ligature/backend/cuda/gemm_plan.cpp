@@ -1,6 +1,6 @@
 // A plan is what cuBLASLt wants described before each product, and the algorithm it chose. Each
 // thread keeps its own plans: look-ups need no lock, and pointers may be written into a plan's
-// descriptor. What is dear to find, the algorithm, is shared by all threads.
+// descriptor. The algorithm is expensive to find, so threads share it.
 #include "ligature/backend/cuda/gemm_plan.h"
 
 #include <ATen/cuda/EmptyTensor.h>

@@ -231,7 +231,7 @@ def test_opcheck(recipe: Any) -> None:
     seen = recorded(function, torch.randn(8, 32, requires_grad=True))
     suffix = ""
     if isinstance(recipe, DelayedScaling):
-        suffix = "_apart"
+        suffix = "_no_cudagraph"
         number = int(model._groups[0].traced.number)
         scales, amaxes, histories = model._groups[0].traced.delayed[recipe._key]
         opcheck("record_amax", (amaxes, torch.rand(len(amaxes))))
@@ -252,18 +252,18 @@ def test_what_cuda_graphs_of_a_compiler_may_hold() -> None:
             return {name for name in recorded(run, x) if name.startswith("pipeline")}
 
     free = {"pipeline_forward", "pipeline_backward"}
-    apart = {name + "_apart" for name in free}
+    apart = {name + "_no_cudagraph" for name in free}
     assert names(model) == free
     assert names(model, current) == free
     assert names(model, DelayedScaling()) == apart
     assert names(own) == apart
     with torch.no_grad():
         assert names(model) == {"pipeline_forward"}
-        assert names(model, current) == {"pipeline_forward_apart"}
+        assert names(model, current) == {"pipeline_forward_no_cudagraph"}
     tags = torch.Tag.cudagraph_unsafe
     for name in free:
         assert tags not in getattr(torch.ops.ligature, name).default.tags
-        assert tags in getattr(torch.ops.ligature, name + "_apart").default.tags
+        assert tags in getattr(torch.ops.ligature, name + "_no_cudagraph").default.tags
 
 
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=str)

@@ -309,7 +309,7 @@ def test_selective_checkpoint(keep: bool, name: str) -> None:
     apart = name.startswith("delayed")
     model = torch.nn.Sequential(torch.nn.Linear(H, H), mlp(H, 64), torch.nn.Tanh())
     twin = copy.deepcopy(model)
-    kept = {"pipeline_forward" + ("_apart" if apart else "")} if keep else set()
+    kept = {"pipeline_forward" + ("_no_cudagraph" if apart else "")} if keep else set()
     for seed in range(2):
         x = torch.randn(32, H, requires_grad=True)
         z = x.detach().clone().requires_grad_()

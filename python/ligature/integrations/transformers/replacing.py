@@ -219,7 +219,7 @@ class _Plan:
             )
 
     def apply(self, recompute: str, hosts: list[tuple[str, torch.nn.Module]]) -> Report:
-        """Changes the model. What has been replaced is let go of at once."""
+        """Changes the model. What has been replaced is released at once."""
         report = Report(left=self.left)
         layers: set[str] = set()
         self._leave_recipes_out(hosts)

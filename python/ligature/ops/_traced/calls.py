@@ -192,7 +192,7 @@ def _forward(
 ) -> tuple[Any, list[Any]]:
     owner, scales, amaxes = state
     layout = call.layout(sizes_of(x, extra_inputs))
-    run = ops.pipeline_forward if layout["closed"] else ops.pipeline_forward_apart
+    run = ops.pipeline_forward if layout["closed"] else ops.pipeline_forward_no_cudagraph
     with real_tensors_allowed(x):
         results = run(
             x, params, extra_inputs, scales, owner, call.fuser, call.number, layout["structure"]
@@ -232,7 +232,7 @@ class _Pipeline(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: _Call = ctx.call
         given = list(grads[: ctx.num_outputs])
-        run = ops.pipeline_backward if ctx.closed else ops.pipeline_backward_apart
+        run = ops.pipeline_backward if ctx.closed else ops.pipeline_backward_no_cudagraph
         # A checkpoint runs its forward again when the tensors are asked for.
         with nullcontext() if ctx.context is None else Recompute(ctx.context):
             owner, *kept = ctx.saved_tensors
@@ -398,7 +398,7 @@ def _update_shapes(
     return None
 
 
-for _suffix in ("", "_apart"):
+for _suffix in ("", "_no_cudagraph"):
     torch.library.register_fake(f"ligature::pipeline_forward{_suffix}", _forward_shapes)
     torch.library.register_fake(f"ligature::pipeline_backward{_suffix}", _backward_shapes)
 torch.library.register_fake("ligature::record_amax", _record_shapes)

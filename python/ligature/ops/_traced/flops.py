@@ -24,7 +24,7 @@ def _counted(fuser: int, count: Any, *args: Any) -> int:
         return ours + counter.get_total_flops()
 
 
-@register_flop_formula([_ops.pipeline_forward, _ops.pipeline_forward_apart])
+@register_flop_formula([_ops.pipeline_forward, _ops.pipeline_forward_no_cudagraph])
 def _forward(
     input: Any,
     params: Any,
@@ -40,7 +40,7 @@ def _forward(
     return _counted(fuser, _C.forward_flops, call, sizes)
 
 
-@register_flop_formula([_ops.pipeline_backward, _ops.pipeline_backward_apart])
+@register_flop_formula([_ops.pipeline_backward, _ops.pipeline_backward_no_cudagraph])
 def _backward(
     grads: Any,
     kept: Any,
