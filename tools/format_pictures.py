@@ -58,7 +58,7 @@ class Picture:
         above: str = "",
         size: tuple[int, int] = (8, 16),
     ) -> None:
-        """A tensor in blocks, its factors beside it, and what is above those."""
+        """A tensor in blocks, its scales beside it, and what is above those."""
         y = self.y + 14
         self.text(8, y, title, "title")
         y += 10
@@ -67,10 +67,10 @@ class Picture:
         x = 8 + across * CELL + 56
         middle = y + down * CELL / 2
         self.arrow(x - 48, middle, x - 8)
-        factors = (-(-down // block[0]), -(-across // block[1]))
-        self.grid(x, middle - factors[0] * CELL / 2, factors, (1, 1), "st")
+        scales = (-(-down // block[0]), -(-across // block[1]))
+        self.grid(x, middle - scales[0] * CELL / 2, scales, (1, 1), "st")
         if above:
-            to = x + factors[1] * CELL + 56
+            to = x + scales[1] * CELL + 56
             self.arrow(to - 48, middle, to - 8)
             self.box(to, middle - CELL / 2, CELL, CELL, "f")
             self.text(to + 20, middle + 4, above)
@@ -87,7 +87,7 @@ class Picture:
 
 
 def per_tensor() -> Picture:
-    made = Picture("FP8 with one factor per tensor: from earlier steps, or from the tensor itself")
+    made = Picture("FP8 with one scale per tensor: from earlier steps, or from the tensor itself")
     down = 6
     for title, current in (("DelayedScaling", False), ("Float8CurrentScaling", True)):
         y = made.y + 24
@@ -105,7 +105,7 @@ def per_tensor() -> Picture:
             made.arrow(x - 48, middle, x - 8)
             made.text(x - 42, middle - 6, "max")
         made.box(x, middle - CELL / 2, CELL, CELL, "s")
-        words = "this step's factor" if current else "the next step's factor"
+        words = "this step's scale" if current else "the next step's scale"
         made.text(x + 20, middle + 4, f"{words}, float32")
         made.text(8, y + down * CELL + 16, "1 byte per value, E4M3 or E5M2")
         made.y = int(y + down * CELL + 28)
@@ -113,8 +113,8 @@ def per_tensor() -> Picture:
 
 
 def blocks() -> Picture:
-    made = Picture("FP8 in blocks of 1x128 and of 128x128, with a float factor for each")
-    floats = "a float32 factor per block"
+    made = Picture("FP8 in blocks of 1x128 and of 128x128, with a float scale for each")
+    floats = "a float32 scale per block"
     made.panel("Activations and gradients: 1x128", (1, 8), ("1 byte per value", floats))
     made.panel("Weights: 128x128", (4, 8), ("1 byte per value", floats))
     return made
@@ -134,11 +134,11 @@ def mxfp8() -> Picture:
 
 
 def nvfp4() -> Picture:
-    made = Picture("NVFP4: an E4M3 factor per 16 values and a float factor above them")
-    factors = "an E4M3 factor per block, 1 byte"
+    made = Picture("NVFP4: an E4M3 scale per 16 values and a float scale above them")
+    scales = "an E4M3 scale per block, 1 byte"
     above = "amax, float32"
-    made.panel("Activations and gradients: 1x16", (1, 4), ("2 values per byte", factors), above)
-    made.panel("Weights: 16x16", (4, 4), ("2 values per byte", factors), above)
+    made.panel("Activations and gradients: 1x16", (1, 4), ("2 values per byte", scales), above)
+    made.panel("Weights: 16x16", (4, 4), ("2 values per byte", scales), above)
     return made
 
 
