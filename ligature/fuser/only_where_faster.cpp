@@ -48,7 +48,7 @@ std::string why_high_precision(const Call& call, const std::vector<BasicOpPtr>& 
   }
   const Work work = work_of(call, ops, device);
   if (work.linears == 0) return "";
-  const std::string begin = autocast.recipe->name() + " is left out, as only_where_faster has it: ";
+  const std::string begin = autocast.recipe->name() + " not used (only_where_faster=True): ";
   if (work.emulated) return begin + "this device has no such products";
   if (kernels::is_captured(device)) return "";  // a graph waits for no host
   const double mean = work.multiplications / work.linears;

@@ -1,7 +1,7 @@
 // Launches of small pipelines go out together. On a device where a launch costs the host several
 // microseconds its backend holds those of one direction and launches them when the direction ends.
-// Memory that a held launch uses is held with it, and whatever else might look at results on the
-// way has everything launched first. Without such a backend these are a look at one pointer.
+// Memory that a held launch uses is held with it. Anything that could observe intermediate results
+// flushes them first. Without such a backend these are a look at one pointer.
 #pragma once
 
 #include <ATen/core/Tensor.h>

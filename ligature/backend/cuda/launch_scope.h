@@ -2,8 +2,8 @@
 // graph of all launches of one direction little more than one of them. So while a LaunchScope is
 // open on a thread the backend's launches are held; when it ends they are launched, as a graph
 // where the very same launches, with the same memory, were seen before. Memory that a held launch
-// uses is held with it, and whatever else might look at results on the way, any ATen call or a
-// user's operation, has everything launched first.
+// uses is held with it. Anything that could observe intermediate results, any ATen call or a user's
+// operation, flushes them first.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -55,7 +55,7 @@ def test_small_calls(name: str) -> None:
     recipe_of_call, text = situation(model.explain())
     for recipe_found, note in ((recipe_of_call, text), (before, before_text)):
         assert recipe_found is None
-        assert f"{type(recipe).__name__} is left out, as only_where_faster has it:" in " ".join(
+        assert f"{type(recipe).__name__} not used (only_where_faster=True):" in " ".join(
             note.split()
         )
     step(model, x)
