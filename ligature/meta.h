@@ -37,6 +37,8 @@ std::string sizes_string(at::IntArrayRef sizes);
 /// "float32", as Python writes it.
 std::string dtype_name(at::ScalarType dtype);
 
+struct OpKwargs;
+
 struct InferArgs {
   ValueMeta input;
   at::ArrayRef<Tensor> params;
@@ -45,6 +47,7 @@ struct InferArgs {
   std::optional<at::ScalarType> autocast_dtype;
   /// Of the extra inputs those that the caller gave, else undefined; or none at all.
   at::ArrayRef<Tensor> extra_values = {};
+  const OpKwargs* kwargs = nullptr;
 };
 
 /// What an operation of this dtype computes in under autocast; float64 is left alone, as in torch.

@@ -179,6 +179,7 @@ void ForwardRun::check_from(size_t first, const Value& input) {
     }
     args.params = args_[i].params;
     args.training = args_[i].training;
+    args.kwargs = args_[i].kwargs;
     auto inferred = plan_.basic_ops[i]->infer(args);
     checked_ = i + 1;
     if (!inferred) return;

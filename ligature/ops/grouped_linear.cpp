@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/nn/init.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "ligature/ops/add_extra_input.h"
@@ -170,6 +171,32 @@ void check_alike(const GroupedLinearImpl& op, const InferArgs& args, const char*
 
 }  // namespace
 
+void GroupedLinearImpl::check_buffer(const InferArgs& args, const char* name,
+                                     const ValueMeta& wanted) const {
+  const Tensor buffer = args.kwargs != nullptr ? args.kwargs->tensor(name) : Tensor();
+  if (!buffer.defined()) {
+    const auto given = [&](const std::string& own) { return own == name; };
+    const PlainValue* value = args.kwargs != nullptr ? args.kwargs->values.find(name) : nullptr;
+    const bool none = value != nullptr && std::holds_alternative<std::monostate>(*value);
+    LIGATURE_CHECK_TYPE(
+        none || args.kwargs == nullptr ||
+            std::none_of(args.kwargs->names.begin(), args.kwargs->names.end(), given),
+        "[", label(), "] ", name, " must be a tensor");
+    return;
+  }
+  const auto refuse = [&](bool good, const std::string& words, const std::string& got) {
+    LIGATURE_CHECK(good, "[", label(), "] ", name, " must ", words, ", got ", got);
+  };
+  refuse(buffer.sizes() == at::IntArrayRef(wanted.sizes), "be " + sizes_string(wanted.sizes),
+         sizes_string(buffer.sizes()));
+  refuse(buffer.scalar_type() == wanted.dtype,
+         std::string("have dtype ") + c10::toString(wanted.dtype),
+         c10::toString(buffer.scalar_type()));
+  refuse(buffer.device() == wanted.device, "be on " + wanted.device.str(), buffer.device().str());
+  refuse(buffer.is_contiguous(), "be contiguous", "strides " + sizes_string(buffer.strides()));
+  refuse(!buffer.requires_grad(), "not require a gradient", "one that does");
+}
+
 std::optional<InferResult> GroupedLinearImpl::infer(const InferArgs& args) const {
   check_floating(*this, args.input);
   const auto& sizes = args.input.sizes;
@@ -210,6 +237,8 @@ std::optional<InferResult> GroupedLinearImpl::infer(const InferArgs& args) const
   result.output.sizes.back() = options.out_features;
   result.output.dtype =
       under_autocast(args.params[first_weight()].scalar_type(), args.autocast_dtype);
+  check_buffer(args, kOutputBuffer, result.output);
+  check_buffer(args, kGradInputBuffer, args.input);
   return result;
 }
 
@@ -237,28 +266,8 @@ kernels::Groups GroupedLinearImpl::groups_of(const Tensor& splits, int64_t rows,
   return groups;
 }
 
-Tensor GroupedLinearImpl::buffer_of(const OpArgs& args, const char* name, at::IntArrayRef sizes,
-                                    at::ScalarType dtype) const {
-  const Tensor buffer = args.kwargs != nullptr ? args.kwargs->tensor(name) : Tensor();
-  if (!buffer.defined()) return buffer;
-  const auto refuse = [&](bool good, const std::string& wanted, const std::string& got) {
-    LIGATURE_CHECK(good, "[", label(), "] ", name, " must ", wanted, ", got ", got);
-  };
-  refuse(buffer.sizes() == sizes, "be " + sizes_string(sizes), sizes_string(buffer.sizes()));
-  refuse(buffer.scalar_type() == dtype, std::string("have dtype ") + c10::toString(dtype),
-         c10::toString(buffer.scalar_type()));
-  const at::Device device = args.params[first_weight()].device();
-  refuse(buffer.device() == device, "be on " + device.str(), buffer.device().str());
-  refuse(buffer.is_contiguous(), "be contiguous", "strides " + sizes_string(buffer.strides()));
-  refuse(!buffer.requires_grad(), "not require a gradient", "one that does");
-  return buffer;
-}
-
 Tensor GroupedLinearImpl::output_buffer(const ValueMeta& input, const OpArgs& args) const {
-  buffer_of(args, kGradInputBuffer, input.sizes, input.dtype);
-  at::DimVector sizes(input.sizes);
-  sizes.back() = options.out_features;
-  const Tensor buffer = buffer_of(args, kOutputBuffer, sizes, compute_dtype(args));
+  const Tensor buffer = args.kwargs != nullptr ? args.kwargs->tensor(kOutputBuffer) : Tensor();
   if (!buffer.defined()) return buffer;
   AddExtraInputImpl::mark_changed(buffer);
   return at::alias(buffer).view({rows_of(input), options.out_features});

@@ -156,7 +156,7 @@ class GroupedLinearImpl : public Operation<GroupedLinearImpl> {
   at::ScalarType compute_dtype(const OpArgs& args) const;
   kernels::Groups groups_of(const Tensor& splits, int64_t rows, at::Device device) const;
   /// Where the caller wants the result for such an input, as [rows, out], which counts as changed
-  /// from here on; undefined where that is left to us. Checks the input's gradient's buffer too.
+  /// from here on; undefined where that is left to us. `infer` has checked it.
   Tensor output_buffer(const ValueMeta& input, const OpArgs& args) const;
   /// `x`: of the compute dtype, [rows, in], or what `index` takes rows of.
   GroupedFwdArgs forward_args(const Tensor& x, const Tensor& index, kernels::Groups groups,
@@ -191,8 +191,7 @@ class GroupedLinearImpl : public Operation<GroupedLinearImpl> {
   enum Saved : size_t { kX, kSplits, kRowScale, kInputScales, kNumFixed };
 
   void add_parameters(const std::string& name, at::DimVector sizes, bool single);
-  Tensor buffer_of(const OpArgs& args, const char* name, at::IntArrayRef sizes,
-                   at::ScalarType dtype) const;
+  void check_buffer(const InferArgs& args, const char* name, const ValueMeta& wanted) const;
   /// Those of delayed scaling by which forward quantizes x: float [groups]; undefined without them.
   Tensor input_scales(const OpArgs& args) const;
   void save_state(OperationContext& ctx, at::ScalarType input_dtype, const OpArgs& args) const;

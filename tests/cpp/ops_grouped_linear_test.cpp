@@ -184,6 +184,19 @@ TEST(OpsGroupedLinear, WritesIntoTheCallersBuffers) {
   EXPECT_TRUE(at::equal(x.grad(), grad_input));
 }
 
+TEST(OpsGroupedLinear, RefusesALaterBufferBeforeAnyKernel) {
+  GroupedLinear first(options_of(2, 6, 4)), second(options_of(2, 4, 6));
+  OperationFuser fuser({first.ptr(), second.ptr()});
+  const Tensor splits = splits_of({2, 3}), output = at::full({5, 4}, 7.0, on_device(at::kDouble));
+  std::vector<OpKwargs> kwargs(2);
+  kwargs[0] = {{}, {kOutputBuffer}, {{kOutputBuffer, output}}, nullptr};
+  for (const char* name : {kOutputBuffer, kGradInputBuffer}) {
+    kwargs[1] = {{}, {name}, {{name, leaf({4, 6})}}, nullptr};
+    EXPECT_MESSAGE(fuser(leaf({5, 6}), {splits, splits}, kwargs), std::string(name) + " must be");
+    EXPECT_TRUE(at::equal(output, at::full_like(output, 7.0)));
+  }
+}
+
 TEST(OpsGroupedLinear, RefusesBadSplits) {
   GroupedLinear op(options_of(2, 6, 4));
   OperationFuser fuser({op.ptr()});

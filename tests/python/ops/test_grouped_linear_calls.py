@@ -58,6 +58,25 @@ def test_buffers_that_do_not_fit(key: str) -> None:
     ):
         with pytest.raises(ValueError, match=rf"\[GroupedLinear\] {key} must"):
             op(x, sizes, **{key: buffer})
+    for other in (3, [torch.empty(5, 8)]):
+        with pytest.raises(TypeError, match=rf"\[GroupedLinear\] {key} must be a tensor"):
+            op(x, sizes, **{key: other})
+    op(x, sizes, **{key: None})
+
+
+@pytest.mark.parametrize("key", [OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_later_buffer_that_does_not_fit_changes_nothing(fuse: bool, key: str) -> None:
+    block = te.ops.OperationFuser([grouped(2, 8, 8), te.ops.SiLU(), grouped(2, 8, 8)], fuse=fuse)
+    sizes, out = torch.tensor([2, 3]), torch.full((5, 8), 7.0)
+    with pytest.raises(ValueError, match=rf"\[GroupedLinear\] {key} must be \[5, 8\]"):
+        block(
+            make_input(5, 8),
+            sizes,
+            sizes,
+            basic_op_kwargs=[{OUTPUT_BUFFER_KEY: out}, {}, {key: torch.empty(4, 8)}],
+        )
+    assert (out == 7).all()
 
 
 @pytest.mark.parametrize("recipe", [None, te.recipe.MXFP8BlockScaling()])
