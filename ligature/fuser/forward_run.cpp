@@ -16,7 +16,7 @@ void share_version(const Tensor& view, const Tensor& base) {
   view.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
 }
 
-void share_versions(const FuserForwardResult& result, const Value& x, ArgsList args) {
+void share_versions(const FuserForwardResult& result, const Value& x, ArgsList args, CtxList ctxs) {
   c10::SmallVector<const Tensor*, 8> arguments;
   const auto with_arguments = [&](const Tensor& t) {
     if (!t.defined() || !t.has_storage() || t.storage().use_count() == 1) return;
@@ -38,6 +38,16 @@ void share_versions(const FuserForwardResult& result, const Value& x, ArgsList a
   if (!result.output.is_quantized()) with_arguments(result.output.tensor());
   for (const auto& extras : result.extra_outputs) {
     for (const Tensor& extra : extras) with_arguments(extra);
+  }
+  // What a fusion saves of its inside may lie in a buffer of the caller's.
+  const bool has_buffers = std::any_of(args.begin(), args.end(), [](const OpArgs& op) {
+    return op.kwargs != nullptr && !op.kwargs->tensors.empty();
+  });
+  if (!has_buffers) return;
+  for (const OperationContext* ctx : ctxs) {
+    for (const Value& value : ctx->saved()) {
+      if (!value.is_quantized()) with_arguments(value.tensor());
+    }
   }
 }
 
@@ -295,7 +305,7 @@ Value ForwardRun::run_step(size_t index, const Value& x) {
   if (call_.observer != nullptr) call_.observer->after_forward(index, x, result, contexts_);
   LIGATURE_CHECK_STATE(result.output.defined(), "[", step.op->label(),
                        "] its forward returned no output");
-  share_versions(result, x, args);
+  share_versions(result, x, args, ctxs);
   take_extra_outputs(step, result);
   complete_contexts(plan_, step, contexts_, args_);
   for (size_t i = step.first; i < step.first + step.count; ++i) {

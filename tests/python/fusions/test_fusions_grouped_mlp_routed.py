@@ -354,6 +354,21 @@ def test_buffers_of_the_caller(routed: bool) -> None:
     same_bits(*ran)
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_buffer_that_is_saved_must_not_change(fuse: bool) -> None:
+    block = experts()
+    fuser = ops.OperationFuser(block, fuse=fuse)
+    buffer = torch.empty(ROWS, 2 * INNER)
+    for changes in (False, True):
+        y = fuser(*inputs_of(block), basic_op_kwargs=[{"output": buffer.detach()}, {}, {}])
+        if not changes:
+            y.sum().backward()
+            continue
+        buffer.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
 @pytest.mark.parametrize("activation", SCALED)
 def test_scales_that_are_ones(activation: str) -> None:
     """Megatron's shared experts: one group, and one scale for all rows."""
