@@ -34,7 +34,11 @@ struct Incoming {
         parameters.emplace_back(parameter, quantized);
         continue;
       }
-      const Tensor plain = find(key);
+      Tensor plain = find(key);
+      if (!plain.defined()) {
+        const auto other = read_other_layout(find, prefix, op, item.key(), parameter.sizes());
+        if (other) plain = other->value();
+      }
       LIGATURE_CHECK_STATE(plain.defined(), "checkpoint entry '", key, "' is missing");
       LIGATURE_CHECK_STATE(plain.sizes() == parameter.sizes(), "size mismatch for ", key,
                            ": the shape in the checkpoint is ", sizes_string(plain.sizes()),

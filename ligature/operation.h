@@ -97,6 +97,13 @@ struct FuserBackwardResult {
   std::vector<std::vector<Tensor>> grad_extra_inputs;
 };
 
+/// Where a checkpoint in another layout has a parameter.
+struct OtherPlace {
+  std::vector<std::string> entries;  ///< it is a stack of these, or a row of the only one
+  std::optional<int64_t> row;
+  int64_t rows = 0;  ///< of that one
+};
+
 using CtxList = at::ArrayRef<OperationContext*>;
 using ArgsList = at::ArrayRef<OpArgs>;
 using GradList = at::ArrayRef<std::vector<Tensor>>;
@@ -157,6 +164,10 @@ class FusibleOperation : public torch::nn::Module {
   void save(torch::serialize::OutputArchive& archive) const override;
   /// Takes them from an archive in any format, or in none. What cannot be read leaves it as it was.
   void load(torch::serialize::InputArchive& archive) override;
+  /// Where a checkpoint that has no entry of this parameter may have it.
+  virtual std::optional<OtherPlace> other_place(const std::string& /*parameter*/) const {
+    return std::nullopt;
+  }
   /// The basic operation whose recipe state is kept below this module's name; null for none.
   virtual BasicOperation* recipe_state_owner() { return nullptr; }
   /// As torch's. A quantized parameter becomes a plain one for a dtype that low precision cannot

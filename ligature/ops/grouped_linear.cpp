@@ -123,6 +123,23 @@ bool GroupedLinearImpl::biases_require_grad(const GradFlags& needs) const {
   return any_of(needs, first_bias(), num_biases());
 }
 
+std::optional<OtherPlace> GroupedLinearImpl::other_place(const std::string& parameter) const {
+  const bool is_bias = parameter.starts_with("bias");
+  const std::string whole = is_bias ? "bias" : "weight";
+  const bool single = is_bias ? options.single_grouped_bias : options.single_grouped_weight;
+  OtherPlace place;
+  for (int64_t g = 0; g < options.num_groups; ++g) {
+    const std::string numbered = whole + std::to_string(g);
+    if (single) {
+      place.entries.push_back(numbered);
+    } else if (parameter == numbered) {
+      return OtherPlace{{whole}, g, options.num_groups};
+    }
+  }
+  if (!single || parameter != whole) return std::nullopt;
+  return place;
+}
+
 bool GroupedLinearImpl::takes_quantized_parameter(size_t index) const {
   return index >= first_weight() && index < first_weight() + num_weights();
 }

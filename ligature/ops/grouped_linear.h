@@ -119,6 +119,8 @@ class GroupedLinearImpl : public Operation<GroupedLinearImpl> {
   bool accepts_kwarg(const std::string& name) const override {
     return name == kOutputBuffer || name == kGradInputBuffer;
   }
+  /// A single parameter's may be one entry per group, and the other way round.
+  std::optional<OtherPlace> other_place(const std::string& parameter) const override;
   std::vector<QuantizerRole> forward_quantizer_roles() const override;
   std::vector<QuantizerRole> backward_quantizer_roles() const override;
   void initialize_parameter(const std::string& name, Tensor& parameter) override;

@@ -317,4 +317,40 @@ std::optional<RecipeState> read_recipe_state(const CheckpointLookup& find,
   return out;
 }
 
+Tensor OtherLayout::value() const { return stacked ? at::stack(parts) : parts[0]; }
+
+std::optional<OtherLayout> read_other_layout(const CheckpointLookup& find,
+                                             const std::string& prefix, const FusibleOperation& op,
+                                             const std::string& parameter, at::IntArrayRef sizes) {
+  const auto place = op.other_place(parameter);
+  if (!place) return std::nullopt;
+  at::DimVector wanted(sizes);
+  if (place->row) {
+    wanted.insert(wanted.begin(), place->rows);
+  } else {
+    wanted.erase(wanted.begin());
+  }
+  OtherLayout out;
+  out.stacked = !place->row;
+  for (const std::string& entry : place->entries) {
+    const std::string key = prefix + entry;
+    if (const QuantizedPtr quantized = read_quantized(find, key, wanted)) {
+      for (const auto& [part, tensor] : quantized_entries(*quantized)) {
+        out.keys.push_back(key + "." + part);
+      }
+      out.parts.push_back(Value(quantized).dequantized());
+    } else {
+      const Tensor found = find(key);
+      if (!found.defined()) return std::nullopt;
+      LIGATURE_CHECK_STATE(found.sizes() == at::IntArrayRef(wanted), "size mismatch for ", key,
+                           ": the shape in the checkpoint is ", sizes_string(found.sizes()),
+                           ", the shape for current model is ", sizes_string(wanted));
+      out.keys.push_back(key);
+      out.parts.push_back(found.detach());
+    }
+    if (place->row) out.parts.back() = out.parts.back().select(0, *place->row);
+  }
+  return out;
+}
+
 }  // namespace ligature

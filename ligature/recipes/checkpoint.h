@@ -31,6 +31,18 @@ CheckpointEntries quantized_entries(const QuantizedTensor& quantized);
 QuantizedPtr read_quantized(const CheckpointLookup& find, const std::string& key,
                             at::IntArrayRef sizes);
 
+/// A parameter from a checkpoint that has it in another layout (FusibleOperation::other_place).
+struct OtherLayout {
+  std::vector<Tensor> parts;  ///< in high precision
+  bool stacked = false;
+  std::vector<std::string> keys;  ///< what was read
+  Tensor value() const;
+};
+/// None where the checkpoint does not have it so either. `sizes`: of the parameter.
+std::optional<OtherLayout> read_other_layout(const CheckpointLookup& find,
+                                             const std::string& prefix, const FusibleOperation& op,
+                                             const std::string& parameter, at::IntArrayRef sizes);
+
 /// Of the delayed scaling used last whose like another process can have; none where it is as it
 /// begins. Names with `_recipe_state.`.
 CheckpointEntries recipe_state_entries(const BasicOperation& op);

@@ -112,6 +112,13 @@ class BasicOperation(Operation):
     def new_weight(
         self, weight: torch.Tensor, index: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None: ...
+    def read_other_layout(
+        self,
+        find: Callable[[str], torch.Tensor | None],
+        prefix: str,
+        parameter: str,
+        sizes: list[int],
+    ) -> tuple[list[torch.Tensor], bool, list[str]] | None: ...
     def adopt_weight(self, weight: torch.Tensor, index: int = 0) -> None: ...
 
 class GroupedLinear(BasicOperation):

@@ -136,6 +136,17 @@ void bind_recipe_state(py::module_& m) {
             op.reset_recipe_state(recipe, device);
           },
           py::arg("recipe"), py::arg("device"), NoGil())
+      .def(
+          "read_other_layout",
+          [](const BasicOperation& op, const py::function& find, const std::string& prefix,
+             const std::string& parameter, const std::vector<int64_t>& sizes) -> py::object {
+            const auto found = read_other_layout(lookup(find), prefix, op, parameter, sizes);
+            if (!found) return py::none();
+            py::list parts;
+            for (const Tensor& part : found->parts) parts.append(wrap(part));
+            return py::make_tuple(parts, found->stacked, found->keys);
+          },
+          py::arg("find"), py::arg("prefix"), py::arg("parameter"), py::arg("sizes"))
       .def("new_weight", &new_weight_object, py::arg("weight"), py::arg("index") = 0)
       .def("adopt_weight", &adopt_weight, py::arg("weight"), py::arg("index") = 0);
   m.def("note_weights_changed", &note_weights_changed);

@@ -197,6 +197,29 @@ TEST(OpsGroupedLinear, RefusesALaterBufferBeforeAnyKernel) {
   }
 }
 
+GroupedLinear in_layout(bool single) {
+  GroupedLinearOptions options = options_of(2, 6, 4, at::kFloat);
+  options.single_grouped_weight = options.single_grouped_bias = single;
+  return with_biases(options);
+}
+
+TEST(OpsGroupedLinear, LoadsEitherLayoutIntoEither) {
+  const Tensor x = leaf({5, 6}, at::kFloat), splits = splits_of({2, 3});
+  for (const bool of_single : {false, true}) {
+    const GroupedLinear saved = in_layout(of_single), loaded = in_layout(!of_single);
+    std::stringstream file;
+    torch::save(Sequential(saved), file);
+    Sequential into(loaded);
+    torch::load(into, file);
+    EXPECT_TRUE(at::equal(OperationFuser({loaded.ptr()})(x, {splits})[0],
+                          OperationFuser({saved.ptr()})(x, {splits})[0]));
+  }
+  std::stringstream file;
+  torch::save(in_layout(true), file);
+  GroupedLinear other(options_of(3, 6, 4, at::kFloat));
+  EXPECT_MESSAGE(torch::load(other, file), "size mismatch for weight");
+}
+
 TEST(OpsGroupedLinear, RefusesBadSplits) {
   GroupedLinear op(options_of(2, 6, 4));
   OperationFuser fuser({op.ptr()});

@@ -134,6 +134,7 @@ class Entries:
         self._keys: set[str] = set()
         self._renamed: dict[str, str] = {}
         self._parameters: dict[str, torch.Tensor] = {}
+        self._other_layouts: dict[str, tuple[list[torch.Tensor], bool]] = {}
         self._state: tuple[DelayedScaling, list[Any], list[Any]] | None = None
         for other, own in op._other_names().items():
             if f"{prefix}{other}" in entries and f"{prefix}{own}" not in entries:
@@ -159,6 +160,8 @@ class Entries:
         key = f"{prefix}{name}"
         present = [part for part in PARTS if f"{key}.{part}" in entries]
         if not present:
+            if key not in entries and (owner := self._op._recipe_state_owner()) is self._op:
+                self._read_other_layout(owner, entries, prefix, name, parameter)
             return
         for other, own in self._renamed.items():
             if own == key:
@@ -170,6 +173,21 @@ class Entries:
         assert handle is not None
         self._parameters[key] = _C.wrap_quantized(handle)
         self._keys |= {f"{key}.{part}" for part in present}
+
+    def _read_other_layout(
+        self,
+        op: BasicOperation,
+        entries: Mapping[str, Any],
+        prefix: str,
+        name: str,
+        parameter: torch.Tensor,
+    ) -> None:
+        shape = list(parameter.shape)
+        found = op._handle.read_other_layout(_finder(entries), prefix, name, shape)
+        if found is not None:
+            parts, stacked, keys = found
+            self._other_layouts[f"{prefix}{name}"] = parts, stacked
+            self._keys.update(keys)
 
     def _read_state(self, op: BasicOperation, entries: Mapping[str, Any], prefix: str) -> None:
         version = _tensor(entries, f"{prefix}version")
@@ -206,6 +224,8 @@ class Entries:
         for key in self._keys:
             state_dict.pop(key, None)
         state_dict.update(self._parameters)
+        for key, (parts, stacked) in self._other_layouts.items():
+            state_dict[key] = torch.stack(parts) if stacked else parts[0]
 
     def apply_state(self) -> None:
         """Gives the operation the recipe state, before its parameters are written."""

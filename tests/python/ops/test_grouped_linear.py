@@ -393,6 +393,34 @@ def test_weights_in_low_precision_from_the_start(name: str) -> None:
         assert not torch.equal(getattr(op, f"weight{group}").dequantize(), before[group])
 
 
+def test_a_checkpoint_in_low_precision_loads_into_one_parameter() -> None:
+    with te.quantized_model_init(recipe=te.recipe.MXFP8BlockScaling()):
+        op = te.ops.GroupedLinear(2, 32, 16)
+    one = grouped(2, 32, 16, **LAYOUTS["one of each"])
+    for assign in (False, True):
+        one.load_state_dict(op.state_dict(), assign=assign)
+        for group, weight in enumerate((op.weight0, op.weight1)):
+            assert torch.equal(one.weight[group], weight.dequantize())
+    fresh = grouped(2, 32, 16, **LAYOUTS["one of each"])
+    op.load_state_dict(fresh.state_dict())
+    assert te._C.quantized_of(op.weight1) is not None
+    torch.testing.assert_close(op.weight1.dequantize(), fresh.weight[1], rtol=0.1, atol=1e-3)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_another_layout_that_does_not_fit_changes_nothing(assign: bool) -> None:
+    """Neither the operations before the one that it does not fit."""
+    saved = te.ops.Sequential(grouped(2, 8, 4), grouped(2, 4, 5)).state_dict()
+    model = te.ops.Sequential(
+        grouped(2, 8, 4), grouped(2, 4, 8, **LAYOUTS["one of each"]), te.ops.Identity()
+    )
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"size mismatch for 1\.weight0"):
+        model.load_state_dict(saved, assign=assign)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
 def test_one_weight_is_not_made_in_low_precision() -> None:
     with (
         te.quantized_model_init(recipe=te.recipe.MXFP8BlockScaling()),

@@ -233,26 +233,9 @@ class GroupedLinear(BuiltinOperation):
 
     # -- checkpoints
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self._convert_layout(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
         self._adopt_weights()
-
-    def _convert_layout(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Entries per group become one, or one becomes an entry per group."""
-        for kind, single in (
-            ("weight", self.single_grouped_weight),
-            ("bias", self.single_grouped_bias),
-        ):
-            numbered = [f"{prefix}{kind}{group}" for group in range(self.num_groups)]
-            whole = prefix + kind
-            if single and whole not in state_dict and all(n in state_dict for n in numbered):
-                state_dict[whole] = torch.stack([state_dict.pop(name) for name in numbered])
-            elif not single and isinstance(state_dict.get(whole), torch.Tensor):
-                entry = state_dict[whole]
-                if entry.dim() > 0 and entry.shape[0] == self.num_groups:
-                    del state_dict[whole]
-                    state_dict.update(zip(numbered, entry.unbind(0), strict=True))
 
     def _adopt_weights(self) -> None:
         for group in range(0 if self.single_grouped_weight else self.num_groups):
