@@ -36,6 +36,12 @@ def _converted(fn: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         return wrap(_in_format(handle, made)) if made.dtype in DTYPES else made
 
 
+def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """One without values on that device; a quantized one in the same format."""
+    made: torch.Tensor = _converted(lambda t: torch.empty_like(t, device=device), tensor)
+    return made
+
+
 @contextmanager
 def of_quantized(module: torch.nn.Module, fn: Callable[[torch.Tensor], Any]) -> Iterator[None]:
     """Converts the quantized parameters of a module; inside, its other ones are.

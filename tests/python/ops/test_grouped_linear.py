@@ -393,6 +393,23 @@ def test_weights_in_low_precision_from_the_start(name: str) -> None:
         assert not torch.equal(getattr(op, f"weight{group}").dequantize(), before[group])
 
 
+def test_low_precision_from_the_start_on_the_meta_device() -> None:
+    recipe = te.recipe.MXFP8BlockScaling()
+    sizes = torch.tensor([20, 12])
+    for reset in (False, True):
+        with te.quantized_model_init(recipe=recipe):
+            op = te.ops.GroupedLinear(2, 32, 16, device="meta")
+        if reset:
+            op.reset_parameters()
+        with te.autocast(recipe=recipe):
+            y = op(make_input(32, 32), sizes)
+        y.sum().backward()
+        for weight in (op.weight0, op.weight1):
+            assert te._C.quantized_of(weight) is not None
+            assert weight.dequantize().abs().max() > 0
+            assert weight.grad is not None
+
+
 def test_a_checkpoint_in_low_precision_loads_into_one_parameter() -> None:
     with te.quantized_model_init(recipe=te.recipe.MXFP8BlockScaling()):
         op = te.ops.GroupedLinear(2, 32, 16)

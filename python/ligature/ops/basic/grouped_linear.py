@@ -10,6 +10,7 @@ import torch
 
 from ... import _C
 from ..._arguments import default_device
+from ...quantization import conversion
 from ...quantization.model_init import quantize_new_weight
 from .._builtin import BuiltinOperation, initialize, option
 
@@ -133,15 +134,15 @@ class GroupedLinear(BuiltinOperation):
         """Gives parameters of the meta device memory and initial values."""
         missing = {n: p for n, p in self._parameters.items() if p is not None and p.is_meta}
         for kind in ("weight", "bias"):
-            numbered = [n for n in missing if n != kind and n.startswith(kind)]
+            names = [n for n in missing if n.startswith(kind)]
+            numbered = [n for n in names if n != kind and _C.quantized_of(missing[n]) is None]
             # Parts of one buffer, which the kernels of a device can use as one operand.
             if len(numbered) == self.num_groups and place.type != "cpu":
                 like = missing[numbered[0]]
                 whole = torch.empty((self.num_groups, *like.shape), dtype=like.dtype, device=place)
                 made = dict(zip(numbered, whole.unbind(0), strict=True))
             else:
-                names = [n for n in missing if n.startswith(kind)]
-                made = {n: torch.empty_like(missing[n], device=place) for n in names}
+                made = {n: conversion.empty_like(missing[n], place) for n in names}
             for name, tensor in made.items():
                 needs = missing[name].requires_grad
                 self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=needs))
