@@ -369,6 +369,7 @@ def test_copies() -> None:
         assert torch.equal(made(x, sizes), op(x, sizes))
         assert made.anything == "kept"
         assert made.need_backward_dw()
+        assert made.weight0.skip_backward_post_hook
         assert made.weight0 is not op.weight0
 
 
@@ -378,6 +379,8 @@ def test_weights_in_low_precision_from_the_start(name: str) -> None:
     with te.quantized_model_init(recipe=recipe):
         op = te.ops.GroupedLinear(2, 32, 16)
     assert type(op.weight0.data).__name__ == "QuantizedTensor" or te._C.quantized_of(op.weight0)
+    assert op._with_quantized_weight
+    assert not grouped(2, 32, 16, single_grouped_weight=True)._with_quantized_weight
     sizes = torch.tensor([20, 12])
     with te.autocast(recipe=recipe):
         y = op(make_input(32, 32), sizes)

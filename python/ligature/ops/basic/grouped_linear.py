@@ -189,8 +189,16 @@ class GroupedLinear(BuiltinOperation):
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         super().register_parameter(name, param)
+        self._mark_delayed(name, param)
+
+    def _mark_delayed(self, name: str, param: torch.nn.Parameter | None) -> None:
         if param is not None and name.startswith("weight") and self.need_backward_dw():
             param.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    @property
+    def _with_quantized_weight(self) -> bool:
+        """Whether its weights are kept in low precision."""
+        return any(_C.quantized_of(w) is not None for w in self._get_weight_tensors())
 
     def _get_weight_tensors(self) -> list[torch.Tensor]:
         """The weight of each group."""
@@ -252,6 +260,8 @@ class GroupedLinear(BuiltinOperation):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._adopt_weights()
+        for name, parameter in self._parameters.items():
+            self._mark_delayed(name, parameter)
 
     def extra_repr(self) -> str:
         return (
