@@ -201,6 +201,8 @@ class BasicOperation : public FusibleOperation {
   virtual bool writes_extra_input(size_t /*index*/) const { return false; }
   /// Is this extra input sizes or indices: integers, which have no gradient?
   virtual bool extra_input_is_integer(size_t /*index*/) const { return false; }
+  /// What explain() says that this extra input is; empty for nothing.
+  virtual std::string describe_extra_input(size_t /*index*/) const { return ""; }
   /// A value for such an extra input, to check the operation with an input like this.
   virtual Tensor example_extra_input(size_t /*index*/, const ValueMeta& /*input*/) const {
     return {};

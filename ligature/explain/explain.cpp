@@ -33,6 +33,7 @@ ExplainedOperation explain_operation(const Plan& plan, size_t index) {
     const Wiring::Input& input = wiring.inputs[index][j];
     ExplainedBranch& branch = out.extra_inputs.emplace_back();
     branch.channel = op.extra_input_channel(j);
+    branch.what = op.describe_extra_input(j);
     if (input.caller != Wiring::kNone) branch.caller = input.caller;
     if (input.producer != Wiring::kNone) branch.operation = input.producer;
   }

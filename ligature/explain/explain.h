@@ -30,6 +30,8 @@ struct ExplainedBranch {
   std::optional<size_t> caller;     ///< index among the caller's extra inputs or outputs
   std::optional<size_t> operation;  ///< of an input: the operation that gives it
   std::vector<size_t> consumers;    ///< of an output: the operations that take it
+  std::string what;                 ///< of an input: what the operation says that it is
+  std::string device;               ///< where that lives
 };
 
 struct ExplainedOperation {

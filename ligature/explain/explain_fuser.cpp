@@ -216,6 +216,13 @@ ExplainedCall OperationFuser::explain_call(Call&& given, const std::optional<Sit
   for (const auto& extra : situation.extra_inputs) {
     out.part.extra_inputs.push_back(explained(extra));
   }
+  for (ExplainedOperation& op : out.part.ops) {
+    for (ExplainedBranch& branch : op.extra_inputs) {
+      if (branch.what.empty()) continue;
+      branch.device =
+          (branch.caller ? out.part.extra_inputs[*branch.caller] : out.part.input).device;
+    }
+  }
   if (situation.autocast_dtype) out.part.autocast = dtype_name(*situation.autocast_dtype);
   for (size_t i = 0; i < basic_ops_.size(); ++i) {
     const auto names = basic_ops_[i]->parameter_names();

@@ -37,6 +37,8 @@ void write(JsonWriter& json, const ExplainedBranch& branch, bool input) {
   if (input) {
     json.key("op");
     branch.operation ? json.value(*branch.operation) : json.null();
+    if (!branch.what.empty())
+      json.key("what").value(branch.what).key("device").value(branch.device);
   } else {
     json.key("ops").array(branch.consumers);
   }

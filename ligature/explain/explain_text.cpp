@@ -126,6 +126,7 @@ std::string branch_text(const ExplainedPart& part, const ExplainedBranch& branch
   }
   out += (input ? " from " : " to ") + (ends.empty() ? "nobody" : join(ends, ", "));
   if (!branch.channel.empty()) out += " (channel '" + branch.channel + "')";
+  if (!branch.what.empty()) out += ": " + branch.what + " on " + branch.device;
   return out;
 }
 

@@ -123,6 +123,10 @@ bool GroupedLinearImpl::biases_require_grad(const GradFlags& needs) const {
   return any_of(needs, first_bias(), num_biases());
 }
 
+std::string GroupedLinearImpl::describe_extra_input(size_t index) const {
+  return index == 0 ? "sizes of " + std::to_string(options.num_groups) + " groups" : "";
+}
+
 std::optional<OtherPlace> GroupedLinearImpl::other_place(const std::string& parameter) const {
   const bool is_bias = parameter.starts_with("bias");
   const std::string whole = is_bias ? "bias" : "weight";

@@ -113,6 +113,7 @@ class GroupedLinearImpl : public Operation<GroupedLinearImpl> {
   size_t num_extra_inputs() const override { return scales_bias() ? 2 : 1; }
   bool extra_input_is_integer(size_t index) const override { return index == 0; }
   Tensor example_extra_input(size_t index, const ValueMeta& input) const override;
+  std::string describe_extra_input(size_t index) const override;
   bool extra_input_may_be_elsewhere(size_t index) const override { return index == 0; }
   bool quantizes_input_whole() const override { return false; }
   bool takes_quantized_parameter(size_t index) const override;

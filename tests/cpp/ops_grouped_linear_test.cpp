@@ -238,6 +238,8 @@ TEST(OpsGroupedLinear, TellsWhereTheHostWaits) {
           .explain(torch::empty({5, 6}, torch::kMeta),
                    {torch::empty({2}, torch::TensorOptions(torch::kMeta).dtype(torch::kLong))})
           .parts[0];
+  EXPECT_EQ(part.ops[0].extra_inputs[0].what, "sizes of 2 groups");
+  EXPECT_EQ(part.ops[0].extra_inputs[0].device, part.input.device);
   ASSERT_TRUE(part.host_syncs.has_value());
   EXPECT_EQ(*part.host_syncs, 0);  // on the CPU nobody waits
   OperationFuser other({Linear(6, 4).ptr()});

@@ -430,6 +430,10 @@ def test_explain_tells_what_is_saved() -> None:
     fused, plain = (ops.OperationFuser(block, fuse=fuse) for fuse in (True, False))
     text = fused.explain(*inputs)
     assert "GroupedMLP" in str(text)
+    assert f"(channel 'splits'): sizes of {GROUPS} groups on {inputs[0].device}" in str(text)
+    assert "host syncs: 0" in str(text)
+    (splits,) = text.to_dict()["parts"][0]["ops"][1]["extra_inputs"]
+    assert splits["what"] == f"sizes of {GROUPS} groups"
     assert text.saved_bytes < plain.explain(*inputs).saved_bytes
 
 
