@@ -28,6 +28,19 @@ def grouped(
     return torch.cat(parts).reshape(*x.shape[:-1], parts[0].shape[1])
 
 
+SHAPES = [(7, 6), (2, 4, 6), (1, 6)]
+
+
+@pytest.mark.parametrize("scale_bias", [False, True])
+def test_a_right_operation_passes(scale_bias: bool, device: str) -> None:
+    def make(dtype: torch.dtype, device: torch.device) -> te.ops.GroupedLinear:
+        return te.ops.GroupedLinear(3, 6, 5, scale_bias=scale_bias, dtype=dtype, device=device)
+
+    extra = [[(3,), shape[:-1]][: 1 + scale_bias] for shape in SHAPES]
+    report = check_operation(make, grouped, SHAPES, extra_shapes=extra, device=device)
+    assert report.runs > 0
+
+
 def test_a_wrong_gradient_is_found(device: str) -> None:
     """Splits are those of the operation's own example, so that groups count."""
     with pytest.raises(AssertionError, match="GroupedLinear"):
