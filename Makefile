@@ -8,6 +8,7 @@ TORCH  ?=
 OTHER   := $(addprefix -torch-,$(strip $(TORCH)))
 RELEASE := build/release$(OTHER)
 ASAN    := build/asan$(OTHER)
+TSAN    := build/tsan$(OTHER)
 PACKAGE := $(if $(OTHER),$(RELEASE)/package,python)
 
 VENV  := .venv$(OTHER)
@@ -23,15 +24,17 @@ PY_DIRS   := $(wildcard python tests benchmarks examples tools)
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup build package run test bench soak docs sanitize cuda lint format clean distclean
+.PHONY: help setup build package run test bench overlap soak docs sanitize race cuda lint format clean distclean
 
 help:
 	@echo "make run [ARGS=...]    build, then run examples/python/demo.py"
 	@echo "make test              build, then run the C++ and the Python tests"
 	@echo "make bench [ARGS=...]  build, then run benchmarks/bench.py"
+	@echo "make overlap [ARGS]    build, then run benchmarks/overlap.py: two ranks over a shaped link"
 	@echo "make docs              build, then make the documentation's site in build/site"
 	@echo "make soak [ARGS=...]   10,000 random pipelines against plain PyTorch, on all cores"
 	@echo "make sanitize          the C++ tests under the address and undefined-behaviour sanitizers"
+	@echo "make race              the C++ tests of several ranks, as threads, under the thread sanitizer"
 	@echo "make cuda              the library and its C++ tests with the CUDA backend, in build/cuda"
 	@echo "make lint | format     check, or fix, the style of C++ and Python; lint also checks types and includes"
 	@echo "make clean             remove what was built; 'make distclean' removes the environments too"
@@ -61,10 +64,13 @@ run: package
 	@$(BIN)/python examples/python/demo.py $(ARGS)
 
 # Memory that was freed is used again, as in a training run: else new pages are what is timed.
-bench: export MALLOC_MMAP_THRESHOLD_ = 4294967296
-bench: export MALLOC_TRIM_THRESHOLD_ = 17179869184
+bench overlap: export MALLOC_MMAP_THRESHOLD_ = 4294967296
+bench overlap: export MALLOC_TRIM_THRESHOLD_ = 17179869184
 bench: package
 	@$(BIN)/python benchmarks/bench.py $(ARGS)
+
+overlap: package
+	@$(BIN)/python benchmarks/overlap.py $(ARGS)
 
 docs: package
 	@$(BIN)/python tools/docs_site --out build/site
@@ -90,6 +96,12 @@ sanitize: $(ASAN)/build.ninja $(READY)
 	@cmake --build $(ASAN) -j $(JOBS)
 	@echo "== C++ tests under the address and undefined-behaviour sanitizers"
 	@ctest --preset asan --test-dir $(ASAN)
+
+race: $(TSAN)/build.ninja $(READY)
+	@echo "== build: tsan$(OTHER)"
+	@cmake --build $(TSAN) -j $(JOBS)
+	@echo "== C++ tests of several ranks under the thread sanitizer"
+	@ctest --preset tsan --test-dir $(TSAN)
 
 # Needs no GPU. CUDA_ARCHITECTURES=80;90a chooses others than the default; CUDA_TARGET=ligature
 # leaves the tests out. Its torch is that of tools/setup_cuda.sh.
