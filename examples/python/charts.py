@@ -106,6 +106,11 @@ def chart(
 ) -> str:
     """A figure that holds the chart for wide pages and the one for narrow pages."""
     wide, narrow = (draw(lines, size, unit, log, from_zero) for size in (WIDE, NARROW))
+    return figure(wide, narrow, caption)
+
+
+def figure(wide: str, narrow: str, caption: str) -> str:
+    """The same picture for wide pages and for narrow ones."""
     return (
         f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>"

@@ -1,7 +1,8 @@
 """Trains one small language model in plain PyTorch, with Ligature and in FP8, and compares.
 
 The text is examples/data/joined_letters.txt, the model a transformer that predicts its next letter,
-with MLPs or, with --model moe, with mixtures of experts in their place.
+with MLPs or, with --model moe, with mixtures of experts in their place. With --processes 2 it
+learns over two processes and is compared with one.
 All start from the same parameters and see the same batches, so the losses of the first two must
 agree, and that in low precision must end near them. They take turns, so that their times can be
 compared. At the end stands a report, one HTML page.
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from measure import machine, saved_bytes, size
 from mixture import EXPERTS, TOP_K
+from processes import start
 from progress import Progress
 from report import EARLY, LowPrecision, Result, Run, html_report
 from torch import nn
@@ -52,6 +54,7 @@ TOLERANCES = {
         torch.float16: (0.05, 0.3),
     },
 }
+PROCESSES = (1, 2, 4, 8)  # they share the sequences of a batch and the inner width of an MLP
 PARTS = {"dense": "MLP", "moe": "mixture"}  # what stands behind attention in a block
 # What the run in low precision is called, and how far from the other it may end.
 LOW_PRECISION = {
@@ -114,6 +117,13 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
         choices=PARTS,
         help="dense, or moe: with mixtures of experts; default dense",
     )
+    add(
+        "--processes",
+        type=int,
+        default=1,
+        choices=PROCESSES,
+        help="over how many processes the MLPs are spread; default 1",
+    )
     add("--device", type=device, default=default, help=f"cpu or cuda; default {default}")
     add("--steps", type=whole(1, 10**6), default=1200, help="default %(default)s")
     add(
@@ -152,6 +162,8 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     args.dtype = getattr(torch, args.dtype)
     if args.dtype is torch.float16 and args.device.type == "cpu":
         parser.error("argument --dtype: float16 is for GPUs; on the CPU use float32 or bfloat16")
+    if args.processes > 1 and (args.model != "dense" or args.device.type != "cpu"):
+        parser.error("argument --processes: takes --model dense and --device cpu")
     there, why_not = te.is_fp8_available(return_reason=True, device=args.device)
     if args.recipe is None:
         args.recipe = "current" if there else "none"
@@ -192,6 +204,14 @@ class Trainer:
             logits = self.model(tokens[:, :-1])
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
+    def backward(self, loss: torch.Tensor) -> None:
+        self.scaler.scale(loss + self.model.balance).backward()
+
+    def clip(self, loss: torch.Tensor) -> torch.Tensor:
+        """Limits the norm of the gradients; gives the loss of the batch."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        return loss
+
     def step(self, tokens: torch.Tensor) -> None:
         start = time.perf_counter()
         done = len(self.run.losses) / self.steps
@@ -199,12 +219,12 @@ class Trainer:
             group["lr"] = LEARNING_RATE * min(1.0, 0.05 + 20 * done) * (1 - 0.9 * done)
         self.optimizer.zero_grad()
         loss = self.loss(tokens)
-        self.scaler.scale(loss + self.model.balance).backward()
+        self.backward(loss)
         self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        told = self.clip(loss)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.run.losses.append(loss.item())  # waits for the device
+        self.run.losses.append(told.item())  # waits for the device
         self.run.seconds.append(time.perf_counter() - start)
         self.run.counts.append([counts.tolist() for counts in self.model.counts])
 
@@ -239,29 +259,37 @@ def first_of(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
+def mlp_seconds(trainer: Trainer, x: torch.Tensor, grad: torch.Tensor) -> float:
+    """Of forward and backward of the model's first MLP alone."""
+    mlp = trainer.model.blocks[0].mlp
+    mlp.zero_grad()
+    x.grad = None
+    start = time.perf_counter()
+    with trainer.precision():
+        y = first_of(mlp(x))
+    y.backward(grad.to(y.dtype))
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter() - start
+
+
+def mlp_saved(trainer: Trainer, x: torch.Tensor) -> int:
+    """Bytes that it saves."""
+    mlp = trainer.model.blocks[0].mlp
+    with trainer.precision():
+        return saved_bytes(lambda: first_of(mlp(x)), [x, *mlp.parameters()])
+
+
 def mlp_figures(trainers: list[Trainer], seconds: float) -> tuple[list[float], list[int]]:
-    """Milliseconds of forward and backward, and bytes saved, of each model's first MLP alone."""
+    """Milliseconds, and bytes saved, of each model's first MLP."""
     x = torch.randn(BATCH, CONTEXT, WIDTH, requires_grad=True)
     grad = torch.randn(BATCH, CONTEXT, WIDTH)
     times: list[list[float]] = [[] for _ in trainers]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < 5:
         for trainer, result in zip(trainers, times, strict=True):
-            mlp = trainer.model.blocks[0].mlp
-            mlp.zero_grad()
-            x.grad = None
-            start = time.perf_counter()
-            with trainer.precision():
-                y = first_of(mlp(x))
-            y.backward(grad.to(y.dtype))
-            if x.is_cuda:
-                torch.cuda.synchronize(x.device)
-            result.append(1e3 * (time.perf_counter() - start))
-    saved = []
-    for trainer in trainers:
-        mlp = trainer.model.blocks[0].mlp
-        with trainer.precision():
-            saved.append(saved_bytes(lambda mlp=mlp: first_of(mlp(x)), [x, *mlp.parameters()]))
+            result.append(1e3 * mlp_seconds(trainer, x, grad))
+    saved = [mlp_saved(trainer, x) for trainer in trainers]
     return [statistics.median(result) for result in times], saved
 
 
@@ -359,16 +387,38 @@ def print_load(result: Result) -> None:
             print(f"  {run.name:<12}{cells}")
 
 
+def tell(result: Result, args: argparse.Namespace, more: Callable[[], object]) -> int:
+    """Prints it all, and what there is more, and writes the report; the exit status."""
+    if not args.quiet:
+        print_losses(result)
+        print_figures(result)
+        more()
+        print(f"\nWhat they write after {PROMPT!r}\n")
+        for run in result.all_runs:
+            print(f"  {run.name}\n{indented(PROMPT + run.sample)}")
+        print(f"\n  {result.samples_alike}\n")
+    for sentence, _ in result.verdicts:
+        print(sentence)
+    if args.report is not None:
+        args.report.write_text(html_report(result), encoding="utf-8")
+        print(f"Report: {args.report}")
+    return 0 if result.good else 1
+
+
 def indented(text: str) -> str:
     return textwrap.fill(text, 76, initial_indent="    ", subsequent_indent="    ")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    args = options(arguments)
-    say: Callable[..., None] = (lambda *text: None) if args.quiet else print
+def sayer(quiet: bool) -> Callable[..., None]:
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")
-    torch.manual_seed(args.seed)
+    return (lambda *text: None) if quiet else print
+
+
+def the_data(
+    args: argparse.Namespace,
+) -> tuple[str, list[str], Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """The text, its letters, what gives the batch of some places, and the places of each step."""
     text = TEXT.read_text(encoding="utf-8")
     letters = sorted(set(text))
     data = torch.tensor([letters.index(letter) for letter in text])
@@ -379,6 +429,19 @@ def main(arguments: list[str] | None = None) -> int:
 
     def batch(places: torch.Tensor) -> torch.Tensor:
         return data[places[:, None] + window]
+
+    return text, letters, batch, starts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = options(arguments)
+    if args.processes > 1:
+        given = sys.argv[1:] if arguments is None else arguments
+        script = str(Path(__file__).with_name("demo_rank.py"))
+        return start(args.processes, [sys.executable, script, *given], 120.0 + args.steps)
+    say = sayer(args.quiet)
+    torch.manual_seed(args.seed)
+    text, letters, batch, starts = the_data(args)
 
     models = make_pair(len(letters), CONTEXT, WIDTH, HEADS, LAYERS, args.recompute, args.model)
     trainers = [
@@ -421,20 +484,7 @@ def main(arguments: list[str] | None = None) -> int:
     tolerances = TOLERANCES[args.model][args.dtype]
     result = Result(runs, tolerances, table, explanation, PROMPT, environment, low, part)
 
-    if not args.quiet:
-        print_losses(result)
-        print_figures(result)
-        print_load(result)
-        print(f"\nWhat they write after {PROMPT!r}\n")
-        for run in result.all_runs:
-            print(f"  {run.name}\n{indented(PROMPT + run.sample)}")
-        print(f"\n  {result.samples_alike}\n")
-    for sentence in result.verdicts:
-        print(sentence)
-    if args.report is not None:
-        args.report.write_text(html_report(result), encoding="utf-8")
-        print(f"Report: {args.report}")
-    return 0 if result.good else 1
+    return tell(result, args, lambda: print_load(result))
 
 
 if __name__ == "__main__":

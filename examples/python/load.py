@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
-from charts import BOTTOM, LEFT, NARROW, RIGHT, TOP, WIDE
+from charts import BOTTOM, LEFT, NARROW, RIGHT, TOP, WIDE, figure
 
 Shares = Sequence[float]  # of each expert; together 1
 
@@ -91,18 +91,11 @@ def course(counts: Sequence[Sequence[int]], size: tuple[int, int], columns: int)
     return "".join([*out, "</svg>"])
 
 
-def _figure(wide: str, narrow: str, caption: str) -> str:
-    return (
-        f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-    )
-
-
 def bar_figure(runs: Sequence[tuple[str, str, Shares]], caption: str) -> str:
     """The bars for wide pages and for narrow ones."""
-    return _figure(bars(runs, WIDE), bars(runs, NARROW), caption)
+    return figure(bars(runs, WIDE), bars(runs, NARROW), caption)
 
 
 def course_figure(counts: Sequence[Sequence[int]], caption: str) -> str:
     """The course for wide pages and for narrow ones."""
-    return _figure(course(counts, WIDE, 60), course(counts, NARROW, 30), caption)
+    return figure(course(counts, WIDE, 60), course(counts, NARROW, 30), caption)

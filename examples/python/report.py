@@ -55,6 +55,9 @@ class Result:
     environment: dict[str, str]
     low: LowPrecision | None = None
     part: str = "MLP"  # what stands behind attention in a block
+    checks: list[tuple[str, bool]] = field(default_factory=list)  # more sentences; are they good?
+    how: str = ""  # the runs, in words; else they are PyTorch's and Ligature's
+    sections: list[str] = field(default_factory=list)  # of the page, that others made
 
     @property
     def all_runs(self) -> list[Run]:
@@ -94,19 +97,21 @@ class Result:
         return ends[0] - ends[1]
 
     @property
-    def verdicts(self) -> list[str]:
-        told = [self.verdict]
+    def verdicts(self) -> list[tuple[str, bool]]:
+        """Sentences, and whether each tells something good."""
+        told = [*self.checks, (self.verdict, self.agree)]
         if self.low is not None:
             name, count = self.low.run.name, min(EARLY, len(self.low.run.losses))
-            told.append(
+            sentence = (
                 f"In {name} ({self.low.recipe}) the loss of the last {count} steps is "
                 f"{self.distance:+.4f} from that without (allowed {self.low.limit:g})."
             )
+            told.append((sentence, abs(self.distance) <= self.low.limit))
         return told
 
     @property
     def good(self) -> bool:
-        return self.agree and (self.low is None or abs(self.distance) <= self.low.limit)
+        return all(good for _, good in self.verdicts)
 
     @property
     def samples_alike(self) -> str:
@@ -148,7 +153,10 @@ figure text { fill: var(--soft); font: 13px system-ui, sans-serif; }
 .only { stroke: var(--ligature); stroke-width: 2; }
 .low { stroke: var(--low); stroke-width: 2; }
 .bar.below { fill: var(--torch); stroke: none; } .bar.above { fill: var(--ligature);
-  stroke: none; } .bar.low { fill: var(--low); stroke: none; } .cell { fill: var(--ligature); }
+  stroke: none; } .computes { fill: var(--ligature); } .waits { fill: var(--edge); }
+.travels { fill: var(--torch); } .because { stroke: var(--soft); stroke-dasharray: 3 3; }
+.dot { fill: var(--soft); } .bar.low { fill: var(--low); stroke: none; }
+.cell { fill: var(--ligature); }
 .limit { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 2 5; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .75rem .35rem 0; text-align: left; vertical-align: top;
@@ -294,16 +302,16 @@ def html_report(result: Result) -> str:
     )
     fired = ", ".join(result.explanation.fusions) or "none"
     times_word = "twice" if result.low is None else "three times"
-    how = "in plain PyTorch and with Ligature"
+    how = result.how or "in plain PyTorch and with Ligature"
     heads = ["", plain.name, fused.name, "ratio"]
     if result.low is not None:
-        how = f"in plain PyTorch, with Ligature and with Ligature in {result.low.run.name}"
+        if not result.how:
+            how = f"in plain PyTorch, with Ligature and with Ligature in {result.low.run.name}"
         heads += [result.low.run.name, "ratio"]
     what = "" if result.part == "MLP" else " with mixtures of experts"
-    fits = [result.agree, result.good]
     verdicts = [
         f'<p class="verdict {"good" if fit else "bad"}">{escape(sentence)}</p>'
-        for fit, sentence in zip(fits, result.verdicts, strict=False)
+        for sentence, fit in result.verdicts
     ]
     body = [
         f"<h1>One model, trained {times_word}</h1>",
@@ -315,8 +323,8 @@ def html_report(result: Result) -> str:
             "figures",
             "Figures",
             table(heads, result.figures, numbers=True),
-            '<p class="soft">Medians of one process in which all take turns. A ratio below 1.00 '
-            "says that less is needed than by PyTorch.</p>",
+            '<p class="soft">Medians; all take turns. A ratio below 1.00 says that less is needed '
+            f"than by {escape(plain.name)}.</p>",
         ),
         section("speed", "Time per step", times),
         section(
@@ -328,6 +336,7 @@ def html_report(result: Result) -> str:
             f"<pre>{escape(str(result.explanation))}</pre></details>",
         ),
         *load_section(result),
+        *result.sections,
         *low_section(result),
         section("considered", "Fusions that were considered", considered(result.explanation)),
         section(
