@@ -98,7 +98,18 @@ def test_the_op_in_ten_lines_has_ten() -> None:
 
 # -- commands
 
-COMMANDS = {"apt-get", "cd", "cmake", "ctest", "git", "pip", "python", "python3", "sudo"}
+COMMANDS = {
+    "apt-get",
+    "cd",
+    "cmake",
+    "ctest",
+    "git",
+    "pip",
+    "python",
+    "python3",
+    "sudo",
+    "torchrun",
+}
 
 
 def check_command(words: list[str]) -> None:
@@ -115,6 +126,9 @@ def check_command(words: list[str]) -> None:
         check_script(program, arguments)
     if program in ("python", "python3") and arguments and arguments[0].endswith(".py"):
         check_script(arguments[0], arguments[1:])
+    if program == "torchrun":
+        place = next(i for i, word in enumerate(arguments) if word.endswith(".py"))
+        check_script(arguments[place], arguments[place + 1 :])
     if program == "cmake" and "--preset" in arguments:
         presets = json.loads((ROOT / "CMakePresets.json").read_text())["configurePresets"]
         wanted = arguments[arguments.index("--preset") + 1]
@@ -158,6 +172,7 @@ def test_commands(page: Path) -> None:
         "make dance",
         "examples/python/nothing.py",
         "python examples/python/demo.py --nothing 1",
+        "torchrun --nproc-per-node 2 examples/python/nothing.py",
         "cmake --preset nothing",
         "tools/nothing.sh",
         "build/release/bin/example_nothing",
