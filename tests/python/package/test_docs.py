@@ -40,6 +40,14 @@ def name_of(page: Path) -> str:
 
 def run_page(page: Path) -> None:
     """Runs the blocks of a page in order and compares what they print."""
+    try:
+        run_blocks(page)
+    finally:
+        if torch.distributed.is_initialized():  # the next page is a process by itself
+            torch.distributed.destroy_process_group()
+
+
+def run_blocks(page: Path) -> None:
     names: dict[str, Any] = {"__name__": page.stem}
     for block in read_blocks(page):
         if block.language != "python":
