@@ -256,7 +256,7 @@ void Comparison::compare_values(const std::string& where, const Values& actual,
     }
   }
   // Rounding decides at a kink, such as that of a ReLU: there the expected values jump too.
-  for (const int tries : {8, 64}) {
+  for (const int tries : {8, 64, 512}) {
     if (suspects.empty()) return;
     const Values allowed = spread(expected, data, choice, tries);
     std::vector<Suspect> left;
