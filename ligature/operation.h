@@ -335,6 +335,8 @@ class BasicOperation : public FusibleOperation {
   bool channels_locked_ = false;
   OpQuantizationPtr find_known(const RecipePtr& recipe) const;
   void share_state(OpQuantization& made);
+  static uint64_t next_serial();
+  const uint64_t serial_ = next_serial();  // processes that make the same model count alike
   mutable std::mutex quantization_mutex_;
   std::vector<OpQuantizationPtr> quantizations_;  // the last used one at the end
   DelayedStates delayed_states_;

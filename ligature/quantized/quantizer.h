@@ -64,6 +64,7 @@ struct DelayedScale {
   /// The same tensor, where captured or compiled graphs read it: then it is overwritten.
   at::Tensor graph_scale;
   uint64_t updates = 0;  ///< how often it was set from here: a graph that runs is not counted
+  uint64_t key = 0;      ///< tells it from the others of a model, on every process alike
 
   void set_scale(at::Tensor value);
   /// From now on this recipe updates it. Scale and history stay: the scale in relation to the

@@ -1,11 +1,14 @@
 #include "ligature/recipes/autocast.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <map>
@@ -78,7 +81,10 @@ void end_left(ThreadState& thread) {
     DelayedSource::exchange(frame.source);
     if (frame.recomputes) --thread.recomputing;
   }
-  if (to_update != nullptr) to_update->update();
+  if (to_update == nullptr) return;
+  // Other processes may not run what only looks on.
+  if (to_update->reduction() && !at::GradMode::is_enabled()) return;
+  to_update->update();
 }
 
 /// What other threads, and ends that could not throw, have left to do.
@@ -153,28 +159,117 @@ void DelayedSession::update() {
   for (const Met& met : met_) {
     if (met.recorded) tensors.push_back(met.delayed.get());
   }
-  if (tensors.empty()) return;
+  const bool joins = reduce_ && joins_;
+  if (tensors.empty() && !joins) return;
   if (const auto part = CapturedPart::recorded()) return part->leave_update(reduce_);
-  LIGATURE_CHECK_STATE(captured_ == kernels::is_captured(tensors.front()->amax),
+  LIGATURE_CHECK_STATE(tensors.empty() || captured_ == kernels::is_captured(tensors.front()->amax),
                        "delayed scaling is updated when the outermost autocast, or the backward "
                        "pass, ends: a CUDA graph must hold the calls inside and that end, or "
                        "neither; enter and leave autocast while the graph is captured");
   at::NoGradGuard no_grad;
   c10::InferenceMode no_inference(false);
-  if (reduce_) {
-    std::vector<at::Tensor> shared;
-    for (const DelayedScale* delayed : tensors) {
-      if (delayed->recipe->options.reduce_amax) shared.push_back(delayed->amax);
-    }
-    if (!shared.empty()) {
-      at::Tensor flat = at::cat(shared);
-      reduce_(flat);
-      for (size_t i = 0; i < shared.size(); ++i) {
-        shared[i].copy_(flat.narrow(0, static_cast<int64_t>(i), 1));
-      }
-    }
-  }
+  std::vector<DelayedScalePtr> joined;
+  if (reduce_) joined = share_amax(tensors);
   DelayedScaling::update_all(tensors);
+}
+
+namespace {
+
+/// Those of operations, which have keys.
+struct KnownDelayed {
+  std::mutex mutex;
+  std::map<uint64_t, std::weak_ptr<DelayedScale>> all;
+};
+
+KnownDelayed& known_delayed() {
+  static auto* known = new KnownDelayed;
+  return *known;
+}
+
+std::vector<DelayedScalePtr> known_delayed_scales() {
+  KnownDelayed& known = known_delayed();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  std::vector<DelayedScalePtr> out;
+  for (const auto& [key, one] : known.all) {
+    if (auto alive = one.lock()) out.push_back(std::move(alive));
+  }
+  return out;
+}
+
+uint64_t mixed(uint64_t x) {
+  x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15u;
+  return x ^ (x >> 29);
+}
+
+/// Of the tensors that processes met: a float holds 24 bits exactly.
+at::Tensor signature_of(const std::vector<DelayedScale*>& shared) {
+  uint64_t hash = shared.size();
+  for (const DelayedScale* delayed : shared) hash = mixed(hash ^ mixed(delayed->key));
+  const auto low = static_cast<float>(hash & 0xffffff);
+  const auto high = static_cast<float>(hash >> 24 & 0xffffff);
+  return at::tensor({low, -low, high, -high}, at::TensorOptions(at::kFloat));
+}
+
+constexpr int64_t kPlaces = 1 << 14;
+
+}  // namespace
+
+void know_delayed_scale(const DelayedScalePtr& delayed, uint64_t key) {
+  delayed->key = key;
+  KnownDelayed& known = known_delayed();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  if (known.all.size() % 256 == 255) {
+    std::erase_if(known.all, [](const auto& one) { return one.second.expired(); });
+  }
+  known.all[key] = delayed;
+}
+
+// Every process takes part, whatever it met. Where all met the same, their amax are reduced as one
+// tensor. Where one left out a branch, each amax has a place by its key, and what any process met
+// is updated on all of them; should two keys have the same place, all take both for one.
+std::vector<DelayedScalePtr> DelayedSession::share_amax(std::vector<DelayedScale*>& tensors) const {
+  std::vector<DelayedScale*> shared;
+  for (DelayedScale* delayed : tensors) {
+    if (delayed->recipe->options.reduce_amax) shared.push_back(delayed);
+  }
+  if (shared.empty() && !joins_) return {};
+  const bool on_cpu = shared.empty() || shared[0]->amax.is_cpu();
+  bool same = true;
+  if (on_cpu) {  // on a GPU the host would have to wait for it
+    at::Tensor signature = signature_of(shared);
+    reduce_(signature);
+    const float* bits = signature.const_data_ptr<float>();
+    same = bits[0] == -bits[1] && bits[2] == -bits[3];
+  }
+  if (same) {
+    if (shared.empty()) return {};
+    std::vector<at::Tensor> parts;
+    for (const DelayedScale* delayed : shared) parts.push_back(delayed->amax);
+    at::Tensor reduced = at::cat(parts);
+    reduce_(reduced);
+    for (size_t i = 0; i < parts.size(); ++i) {
+      parts[i].copy_(reduced.narrow(0, static_cast<int64_t>(i), 1));
+    }
+    return {};
+  }
+  at::Tensor places = at::full({kPlaces}, -1.0f, at::TensorOptions(at::kFloat));
+  float* const values = places.mutable_data_ptr<float>();
+  for (const DelayedScale* delayed : shared) {
+    float& place = values[mixed(delayed->key) % kPlaces];
+    place = std::max(place, delayed->amax.item<float>());
+  }
+  reduce_(places);
+  std::vector<DelayedScalePtr> joined;
+  for (DelayedScalePtr& one : known_delayed_scales()) {
+    const float amax = values[mixed(one->key) % kPlaces];
+    if (amax < 0.0f || !one->recipe || !one->amax.is_cpu()) continue;
+    one->amax.fill_(amax);
+    if (std::find(tensors.begin(), tensors.end(), one.get()) == tensors.end()) {
+      tensors.push_back(one.get());
+    }
+    joined.push_back(std::move(one));
+  }
+  return joined;
 }
 
 const AutocastState& autocast_state() {
@@ -209,6 +304,10 @@ AutocastHandle enter_autocast(AutocastOptions options) {
                                                : std::make_shared<DelayedSession>();
   if (next.reduce_amax && !next.session->reduction()) {
     next.session->set_reduction(next.reduce_amax);
+  }
+  if (next.enabled || next.calibrating) {
+    const auto* delayed = dynamic_cast<const DelayedScaling*>(next.recipe.get());
+    if (delayed != nullptr && delayed->options.reduce_amax) next.session->join_always();
   }
   auto context = std::make_shared<EnteredAutocast>();
   context->thread = thread.mailbox;

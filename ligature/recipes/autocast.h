@@ -21,10 +21,15 @@ class DelayedSession : public DelayedSource {
   void meet(const DelayedScalePtr& delayed);
   void set_reduction(const AmaxReduction& reduce) { reduce_ = reduce; }
   const AmaxReduction& reduction() const { return reduce_; }
+  /// Other processes reduce amax when this ends, so this one does, also where it met nothing.
+  void join_always() { joins_ = true; }
   /// Reduces all amax in one call and chooses new factors.
   void update();
 
  private:
+  /// Adds to the tensors those that only other processes met, which are given back.
+  std::vector<DelayedScalePtr> share_amax(std::vector<DelayedScale*>& tensors) const;
+
   struct Met {
     DelayedScalePtr delayed;
     at::Tensor scale;  // undefined until it is asked for
@@ -37,7 +42,11 @@ class DelayedSession : public DelayedSource {
   AmaxReduction reduce_;
   bool updated_ = false;
   bool captured_ = false;  // some of it belongs to a graph
+  bool joins_ = false;
 };
+
+/// An operation's state has this key from now on, by which processes know it (DelayedScale::key).
+void know_delayed_scale(const DelayedScalePtr& delayed, uint64_t key);
 
 struct AutocastState {
   bool enabled = false;

@@ -3,9 +3,11 @@
 #include <ATen/ops/ones_like.h>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 
 #include "ligature/operation.h"
+#include "ligature/recipes/autocast.h"
 #include "ligature/recipes/recipe.h"
 #include "ligature/recipes/recipe_state.h"
 #include "ligature/recipes/weights.h"
@@ -89,13 +91,15 @@ std::vector<std::shared_ptr<Quantizer>> make_quantizers(const Recipe& recipe,
   return out;
 }
 
+/// `key`: of the first of them.
 void share(const std::vector<std::shared_ptr<Quantizer>>& quantizers,
-           std::vector<DelayedScalePtr>& states) {
+           std::vector<DelayedScalePtr>& states, uint64_t key) {
   states.resize(std::max(states.size(), quantizers.size()));
   for (size_t i = 0; i < quantizers.size(); ++i) {
     if (!has_recipe_state(quantizers[i])) continue;
     if (states[i] == nullptr) states[i] = quantizers[i]->delayed;
     quantizers[i]->delayed = states[i];
+    if (states[i]->key == 0) know_delayed_scale(states[i], key + i);
   }
 }
 
@@ -143,10 +147,15 @@ OpQuantizationPtr BasicOperation::find_known(const RecipePtr& recipe) const {
   return nullptr;
 }
 
+uint64_t BasicOperation::next_serial() {
+  static std::atomic<uint64_t> count{1};
+  return count.fetch_add(1, std::memory_order_relaxed);
+}
+
 void BasicOperation::share_state(OpQuantization& made) {
   if (made.is_delayed) {
-    share(made.forward, delayed_states_.forward);
-    share(made.backward, delayed_states_.backward);
+    share(made.forward, delayed_states_.forward, serial_ << 20);
+    share(made.backward, delayed_states_.backward, serial_ << 20 | 1 << 19);
   }
   for (const OpQuantizationPtr& other : quantizations_) {
     if (quantize_weights_alike(*other, made)) made.weights = other->weights;
