@@ -146,7 +146,7 @@ FlatCall::FlatCall(const std::shared_ptr<OperationFuser>& fuser, TracedCall trac
   grads_ = plan_traced_gradients(traced_, fuser->wiring(), n);
   plan_ = fuser->plan_traced(traced_.input, traced_.autocast, grads_);
   delayed_ = forward_delayed(plan_->quantizations);
-  closed_ = has_no_state(*plan_, grads_);
+  closed_ = plan_->groups.empty() && has_no_state(*plan_, grads_);
   id_ = static_cast<int64_t>(std::hash<std::string>()(key()) & 0x3fffffffffffffffULL);
 }
 

@@ -133,9 +133,12 @@ class Transfer::State {
       fail(error);
     }
     paused_.reset();
+    if (!group_->options().overlap) wait();
   }
 
+  /// Without memory nothing travels: a trace shows what is done meanwhile.
   bool done() const {
+    if (!awaited_ && !results.empty() && results[0].is_meta()) return false;
     for (const WorkPtr& work : works_) {
       if (!work->isCompleted()) return false;
     }
@@ -168,9 +171,9 @@ class Transfer::State {
  private:
   void note(bool awaited) const {
     if (!kernels::is_log_open()) return;
-    kernels::note_collective((awaited ? "await " : "") + collective_,
-                             group_->alone() ? "none" : backend_name(*group_),
-                             {group_->name(), group_->size(), bytes_, purpose_.format, awaited});
+    kernels::note_collective(
+        (awaited ? "await " : "") + collective_, group_->alone() ? "none" : backend_name(*group_),
+        {purpose_.op, group_->name(), group_->size(), bytes_, purpose_.format, awaited});
   }
 
   [[noreturn]] void fail(const std::exception& error) {

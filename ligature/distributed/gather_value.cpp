@@ -118,6 +118,39 @@ std::string why_not_joined(const Format& format, Usage usage, int64_t rows) {
   return "";
 }
 
+double bytes_per_element(const Format& format, Usage usage) {
+  const double data = format.element == Element::E2M1 ? 0.5 : 1.0;
+  double scale = 0.0;
+  if (format.block_size() > 0) {
+    scale = (format.scaling == Scaling::Block ? 4.0 : 1.0) /
+            static_cast<double>(format.block_size() * (format.block_2d ? format.block_size() : 1));
+  }
+  return (data + scale) * (int(usage.rowwise) + int(usage.columnwise));
+}
+
+Value rows_of(const Value& value, int64_t first, int64_t count) {
+  if (!value.is_quantized()) {
+    const Tensor& t = value.tensor();
+    return t.view({-1, t.size(-1)}).narrow(0, first, count);
+  }
+  const QuantizedTensor& q = *value.quantized();
+  const Format& format = q.format_tag();
+  const int64_t block = format.block_2d ? format.block_size() : 1;
+  LIGATURE_CHECK_STATE(first % block == 0 && q.rowwise().defined(), "rows ", first, " to ",
+                       first + count, " of a value in format ", q.format(), " lie inside a block");
+  QuantizedPair pair;
+  pair.rowwise.data = q.rowwise().data.narrow(0, first, count);
+  const Tensor& scale = q.rowwise().scale;
+  pair.rowwise.scale =
+      format.per_tensor() ? scale : scale.narrow(0, first / block, (count + block - 1) / block);
+  const Tensor& amax = q.rowwise().amax;
+  if (amax.defined()) {
+    pair.rowwise.amax = format.row_scaled ? amax.narrow(0, first, count) : amax;
+  }
+  return std::make_shared<QuantizedTensor>(format, std::vector<int64_t>{count, q.columns()},
+                                           q.dtype(), std::move(pair), q.quantizer());
+}
+
 PendingValue all_gather(const GroupPtr& group, const Value& shard, Usage usage,
                         const std::string& op) {
   if (!shard.is_quantized()) {

@@ -29,8 +29,15 @@ class PendingValue {
 /// with the same scales.
 std::string why_not_joined(const Format& format, Usage usage, int64_t rows);
 
+/// Bytes of one element in a format, scales included.
+double bytes_per_element(const Format& format, Usage usage);
+
 /// `usage`: of a quantized value these orientations travel, as far as it has them.
 PendingValue all_gather(const GroupPtr& group, const Value& shard, Usage usage,
                         const std::string& op);
+
+/// Rows of a value as a matrix, row-wise data alone; memory is shared. Where a format has blocks of
+/// rows, both ends lie between blocks.
+Value rows_of(const Value& value, int64_t first, int64_t count);
 
 }  // namespace ligature::distributed

@@ -49,7 +49,7 @@ std::string difference(const std::vector<std::string>& texts) {
 
 [[noreturn]] void disagree(const Group& group, const std::string& how) {
   LIGATURE_CHECK_STATE(false, "the ranks of group '", group.name(),
-                       "' are about to compute different things: ", how,
+                       "' do not agree on what they are about to compute: ", how,
                        ". Nothing was computed; every rank must make the same calls in the same "
                        "order");
 }

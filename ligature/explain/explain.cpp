@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "ligature/distributed/collectives.h"
+
 namespace ligature {
 namespace {
 
@@ -176,6 +178,40 @@ std::optional<int64_t> host_syncs(const Plan& plan, const Trace& trace) {
   return count;
 }
 
+void add_transfers(std::vector<ExplainedTransfer>& out, const char* direction,
+                   const std::vector<TracedStep>& steps) {
+  for (size_t k = 0; k < steps.size(); ++k) {
+    const auto& kernels = steps[k].kernels;
+    for (size_t i = 0; i < kernels.size(); ++i) {
+      const auto& call = kernels[i].collective;
+      if (!call || call->awaited) continue;
+      ExplainedTransfer transfer{direction,
+                                 k,
+                                 call->op,
+                                 kernels[i].name,
+                                 call->group,
+                                 kernels[i].backend,
+                                 call->format,
+                                 call->ranks,
+                                 call->bytes,
+                                 "",
+                                 0,
+                                 0};
+      for (size_t j = i + 1; j < kernels.size(); ++j) {
+        const auto& later = kernels[j].collective;
+        if (later && later->awaited && kernels[j].name == "await " + kernels[i].name) {
+          if (j > i + 1) transfer.awaited_at = kernels[j - 1].name;
+          break;
+        }
+      }
+      const auto times = distributed::transfer_times(call->op, kernels[i].name);
+      transfer.measured = times.count;
+      transfer.hidden = times.in_flight > 0 ? 1.0 - times.waited / times.in_flight : 0.0;
+      out.push_back(std::move(transfer));
+    }
+  }
+}
+
 }  // namespace
 
 ExplainedPart explain_plan(const Plan& plan, const Trace& trace) {
@@ -208,6 +244,14 @@ ExplainedPart explain_plan(const Plan& plan, const Trace& trace) {
   part.backward = explain_steps(plan.backward, trace.backward);
   part.considered = explain_considered(plan);
   part.host_syncs = host_syncs(plan, trace);
+  add_transfers(part.communication, "forward", trace.forward);
+  add_transfers(part.communication, "backward", trace.backward);
+  for (const PartialGradients& partial : plan.partial_gradients) {
+    part.note += (part.note.empty() ? "" : "; ") + std::to_string(partial.op) + " " +
+                 plan.basic_ops[partial.op]->name() +
+                 ": its parameters see one rank's tokens, so their gradients have to be added up "
+                 "over the ranks (reduce_partial_grads)";
+  }
   return part;
 }
 

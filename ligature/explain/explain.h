@@ -62,6 +62,18 @@ struct ExplainedFusion {
   std::string reason;  ///< why it was not taken
 };
 
+/// A collective of one call.
+struct ExplainedTransfer {
+  std::string direction;  ///< "forward" or "backward"
+  size_t step = 0;        ///< that starts it
+  std::string op, collective, group, backend, format;
+  int64_t ranks = 1;
+  int64_t bytes = 0;       ///< from each rank
+  std::string awaited_at;  ///< the kernel after which it is awaited; empty: the one that starts it
+  int64_t measured = 0;    ///< how often one was awaited in this process so far,
+  double hidden = 0;       ///< and the share of its time in which something else was done
+};
+
 /// One fuser, or a module between fusers that runs as it is.
 struct ExplainedPart {
   std::string name;    ///< where it is in the model
@@ -82,6 +94,7 @@ struct ExplainedPart {
   std::string note;  ///< what could not be told, and why
   /// How often the host waits for the device in one call; none where no operation can make it wait.
   std::optional<int64_t> host_syncs;
+  std::vector<ExplainedTransfer> communication;
 
   bool is_fuser() const { return module.empty(); }
   int64_t saved_bytes() const;

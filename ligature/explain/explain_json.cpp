@@ -70,6 +70,7 @@ void write(JsonWriter& json, const ExplainedStep& step, bool forward) {
     json.begin_object().key("name").value(kernel.name).key("backend").value(kernel.backend);
     json.key("calls").array(kernel.calls);
     if (kernel.syncs) json.key("syncs").value(true);
+    if (kernel.collective) json.key("collective").value(kernel.collective->group);
     json.end_object();
   }
   json.end_array().key(forward ? "input" : "grad_output");
@@ -113,6 +114,20 @@ void write(JsonWriter& json, const ExplainedPart& part) {
   json.key("held_input_bytes").value(part.held_input_bytes());
   json.key("host_syncs");
   part.host_syncs ? json.value(*part.host_syncs) : json.null();
+  if (!part.communication.empty()) {
+    json.key("communication").begin_array();
+    for (const auto& transfer : part.communication) {
+      json.begin_object().key("direction").value(transfer.direction);
+      json.key("step").value(transfer.step).key("op").value(transfer.op);
+      json.key("collective").value(transfer.collective).key("group").value(transfer.group);
+      json.key("backend").value(transfer.backend).key("ranks").value(transfer.ranks);
+      json.key("bytes").value(transfer.bytes).key("format").value(transfer.format);
+      json.key("awaited_at").value_or_null(transfer.awaited_at);
+      json.key("measured").value(transfer.measured).key("hidden").value(transfer.hidden);
+      json.end_object();
+    }
+    json.end_array();
+  }
   json.key("considered").begin_array();
   for (const auto& fusion : part.considered) {
     json.begin_object().key("pass").value(fusion.pass).key("fusion").value(fusion.fusion);

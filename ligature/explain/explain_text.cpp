@@ -34,6 +34,10 @@ Items kernel_items(const TracedStep& trace) {
     std::string where = kernel.backend;
     if (!calls.empty()) where += ": " + join(calls, ", ");
     if (kernel.syncs) where += ", the host waits";
+    if (kernel.collective && !kernel.collective->awaited) {
+      where += ": " + bytes_string(kernel.collective->bytes) + " " + kernel.collective->format +
+               " to " + plural(static_cast<size_t>(kernel.collective->ranks), "rank");
+    }
     const bool is_call = kernel.name.rfind("aten::", 0) == 0;
     out.push_back(is_call ? kernel.name : kernel.name + " [" + where + "]");
   }
@@ -204,6 +208,24 @@ std::string steps_text(const ExplainedPart& part, bool forward) {
   return out;
 }
 
+/// What travels, and how much of its time something else was done, as far as it has been seen.
+std::string communication_text(const ExplainedPart& part) {
+  std::string out;
+  for (const ExplainedTransfer& transfer : part.communication) {
+    std::string text = transfer.collective + " for " + transfer.op + " over group '" +
+                       transfer.group + "' of " + std::to_string(transfer.ranks) + " (" +
+                       transfer.backend + "): " + bytes_string(transfer.bytes) + " " +
+                       transfer.format + " from each rank";
+    text += transfer.awaited_at.empty() ? "" : ", awaited after " + transfer.awaited_at;
+    if (transfer.measured > 0) {
+      text += "; measured " + std::to_string(transfer.measured) + " times, " +
+              std::to_string(static_cast<int>(100.0 * transfer.hidden + 0.5)) + " % hidden";
+    }
+    out += listed("    ", words(text), " ", kWidth);
+  }
+  return out.empty() ? "" : "  communication\n" + out;
+}
+
 std::string considered_text(const ExplainedPart& part) {
   std::string out;
   for (const ExplainedFusion& fusion : part.considered) {
@@ -248,7 +270,7 @@ std::string part_text(const ExplainedPart& part) {
     out += "\n" + steps_text(part, false);
   }
   if (part.host_syncs) out += "  host syncs: " + std::to_string(*part.host_syncs) + "\n";
-  return out + considered_text(part);
+  return out + communication_text(part) + considered_text(part);
 }
 
 }  // namespace

@@ -11,6 +11,8 @@
 #include "ligature/fused/forward_linear_bias_add.h"
 #include "ligature/fused/forward_linear_scale_add.h"
 #include "ligature/fused/grouped_mlp.h"
+#include "ligature/fused/overlap_linear.h"
+#include "ligature/fused/overlap_weight_grads.h"
 #include "ligature/fuser/registry.h"
 
 namespace ligature {
@@ -50,18 +52,23 @@ std::vector<FusionRule> table(Pass pass) {
       return {dense_mlp_with_residual_rule(), dense_mlp_rule(), grouped_mlp_with_routing_rule(),
               grouped_mlp_rule()};
     case Pass::Forward:
-      return {in_te_ops(forward_linear_scale_add_rule(), adds_in_place),
+      return {in_te_ops(overlap_forward_linear_rule(), always),
+              in_te_ops(overlap_forward_row_linear_rule(), always),
+              in_te_ops(forward_linear_scale_add_rule(), adds_in_place),
               in_te_ops(forward_linear_bias_add_rule(), adds_in_place),
-              forward_linear_bias_activation_rule(), forward_bias_activation_rule(),
+              forward_linear_bias_activation_rule(),
+              forward_bias_activation_rule(),
               forward_linear_bias_rule()};
     case Pass::Backward:
-      return {in_te_ops(backward_linear_add_rule(), forks_in_place),
+      return {in_te_ops(overlap_backward_linear_rule(), always),
+              in_te_ops(backward_linear_add_rule(), forks_in_place),
               in_te_ops(backward_linear_scale_rule(), always),
               in_te_ops(backward_activation_bias_rule(), quantizes_gelu_or_relu),
               backward_linear_activation_rule(),
               backward_add_layer_norm_rule(),
               in_te_ops(backward_add_rms_norm_rule(), forks_apart),
-              backward_linear_bias_rule()};
+              backward_linear_bias_rule(),
+              overlap_weight_grads_rule()};
   }
   return {};
 }

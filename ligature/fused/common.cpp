@@ -30,8 +30,8 @@ void save_basic_op(BasicOperation& op, OperationContext& ctx, const Value& input
 
 LinearFwdArgs linear_bias_args(const BasicLinearImpl& linear, const BiasImpl* bias,
                                const Value& input, const OpArgs& linear_args,
-                               const OpArgs* bias_args) {
-  LinearFwdArgs fwd = linear.forward_args(input, linear_args);
+                               const OpArgs* bias_args, bool pieces) {
+  LinearFwdArgs fwd = linear.forward_args(input, linear_args, pieces);
   if (bias != nullptr) fwd.bias = BiasImpl::bias_of(*bias_args, fwd.dtype);
   return fwd;
 }
@@ -52,6 +52,7 @@ bool is_plain_product(const LinearBwdArgs& args) {
 
 bool activation_in_gemm_pays(const LinearFwdArgs& fwd, const kernels::ActivationSpec& spec,
                              const Target& target, bool need_z) {
+  if (fwd.arriving != nullptr) return false;
   if (target) {
     return kernels::quantized_gated_pays(fwd.x, fwd.w, fwd.product(), spec,
                                          target.quantizer->format_tag());

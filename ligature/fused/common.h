@@ -22,7 +22,7 @@ void save_basic_op(BasicOperation& op, OperationContext& ctx, const Value& input
 /// The operands of a linear followed by a bias, which may be null.
 LinearFwdArgs linear_bias_args(const BasicLinearImpl& linear, const BiasImpl* bias,
                                const Value& input, const OpArgs& linear_args,
-                               const OpArgs* bias_args);
+                               const OpArgs* bias_args, bool pieces = false);
 
 /// Is one kernel for the linear of `fwd` and the activation after it, in the format of `target`,
 /// faster than the two one after the other?

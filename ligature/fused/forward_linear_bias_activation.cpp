@@ -12,7 +12,8 @@ ForwardLinearBiasActivation::ForwardLinearBiasActivation(const OpList& ops)
 
 FuserForwardResult ForwardLinearBiasActivation::fuser_forward_compute(const Value& input,
                                                                       ArgsList args) {
-  const LinearFwdArgs fwd = linear_bias_args(linear_, bias_, input, args[0], &args[1]);
+  const LinearFwdArgs fwd =
+      linear_bias_args(linear_, bias_, input, args[0], &args[1], /*pieces=*/true);
   FuserForwardResult result = fused_forward_result({}, num_basic_ops());
   result.to_save[0] = BasicLinearImpl::to_save(fwd, args[0]);
   if (activation_ == nullptr) {

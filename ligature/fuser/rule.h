@@ -61,6 +61,7 @@ struct FusionRule {
   /// Of a built-in rule: does te.ops fuse these operations too? There it is tried before the
   /// fusions that users register, elsewhere after them. Null: nowhere.
   std::function<bool(const Match&, const PlanOptions&)> in_te_ops{};
+  bool needs_ranks = false;  ///< it matches operations alone that are spread over several ranks
 };
 
 /// A place of a pattern: an operation of this class.

@@ -20,6 +20,7 @@ using at::Tensor;
 
 /// What travels between processes.
 struct CollectiveCall {
+  std::string op;     ///< the label of the operation it is for
   std::string group;  ///< its name
   int64_t ranks = 1;
   int64_t bytes = 0;     ///< that this process gives

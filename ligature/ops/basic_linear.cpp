@@ -116,6 +116,7 @@ bool BasicLinearImpl::accepts_kwarg(const std::string& name) const {
 }
 
 std::string BasicLinearImpl::note() const {
+  if (gathers_input()) return overlap_note();
   if (!options.userbuffers_comm_name || is_parallel()) return "";
   return "userbuffers_options have no effect on a layer that is not spread over ranks";
 }
@@ -164,7 +165,8 @@ RecomputedInput::RecomputedInput(const OpQuantization* quantization, size_t inde
   if (given == BackwardOverride::Dequantized) usage = {true, false};
 }
 
-LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& args) const {
+LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& args,
+                                            bool pieces) const {
   LinearFwdArgs out;
   out.dtype = compute_dtype(args);
   OpQuantization* quantization = args.calibrating ? nullptr : args.quantization;
@@ -172,7 +174,7 @@ LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& ar
   if (quantization == nullptr) {
     if (args.quantization != nullptr) calibrate(input, weight, args);
     if (gathers_input()) {
-      gather_input(out, input, {}, [&]() -> Value { return prepare(weight, out.dtype); });
+      gather_input(out, input, {}, [&]() -> Value { return prepare(weight, out.dtype); }, pieces);
       return out;
     }
     out.x = prepare(input, out.dtype);
@@ -193,7 +195,7 @@ LinearFwdArgs BasicLinearImpl::forward_args(const Value& input, const OpArgs& ar
                           args.params[0]);
   };
   if (gathers_input()) {
-    gather_input(out, input, to_x, operand);
+    gather_input(out, input, to_x, operand, pieces);
   } else {
     out.x = quantize_to(input, to_x, out.dtype);
     out.w = operand();
@@ -210,6 +212,7 @@ void BasicLinearImpl::calibrate(const Value& input, const Value& weight, const O
 }
 
 Tensor BasicLinearImpl::forward(const LinearFwdArgs& args) {
+  if (args.arriving != nullptr) return forward_arriving(args);
   if (args.x.is_quantized() || args.w.is_quantized()) {
     Tensor y = kernels::quantized_linear_forward(args.x, args.w, args.product());
     if (!args.add_in_place) return y;
@@ -231,8 +234,9 @@ Tensor BasicLinearImpl::forward(const LinearFwdArgs& args) {
 // forward, which are row-wise, or none.
 ToSave BasicLinearImpl::to_save(const LinearFwdArgs& fwd, const OpArgs& args) {
   ToSave to_save;
-  const Value& x = fwd.shard.defined() ? fwd.shard : fwd.x;
-  if (!fwd.x.is_quantized() && !fwd.w.is_quantized()) return to_save;
+  const Value nothing;
+  const Value& x = fwd.saves_input ? nothing : fwd.shard.defined() ? fwd.shard : fwd.x;
+  if (!x.is_quantized() && !fwd.w.is_quantized()) return to_save;
   const BackwardOverride given = args.quantization != nullptr
                                      ? args.quantization->recipe->backward_override()
                                      : BackwardOverride::None;
@@ -250,7 +254,7 @@ ToSave BasicLinearImpl::to_save(const LinearFwdArgs& fwd, const OpArgs& args) {
 }
 
 OpForwardResult BasicLinearImpl::op_forward_compute(const Value& input, const OpArgs& args) {
-  const LinearFwdArgs fwd = forward_args(input, args);
+  const LinearFwdArgs fwd = forward_args(input, args, /*pieces=*/true);
   Tensor y = forward(fwd);
   if (parallel_ == TensorParallel::Row) y = start_sum(y, shares_tokens()).wait_one();
   return {std::move(y), to_save(fwd, args)};

@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "ligature/distributed/gather_value.h"
+#include "ligature/distributed/overlap_model.h"
 #include "ligature/operation.h"
 #include "ligature/ops/tensor_parallel.h"
 #include "ligature/options.h"
@@ -22,6 +23,19 @@ struct MainGrad {
 /// Refuses a buffer that the gradient of this weight cannot be added to.
 void check_main_grad(const BasicOperation& op, const Tensor& weight, const Tensor& buffer);
 
+/// An input that is gathered piece by piece, each with some rows of every rank.
+struct ArrivingInput {
+  Value own;  ///< this rank's rows, as a GEMM reads them
+  int64_t rank = 0, ranks = 1;
+  int64_t rows = 0;  ///< of each rank
+  struct Piece {
+    int64_t first = 0, rows = 0;  ///< of each rank's
+    distributed::PendingValue value;
+  };
+  std::vector<Piece> pieces;
+  at::DimVector sizes;  ///< of the whole input
+};
+
 /// Operands are contiguous and in the compute dtype, or quantized.
 struct LinearFwdArgs {
   Value x;
@@ -33,6 +47,8 @@ struct LinearFwdArgs {
   double alpha = 1.0;                 ///< factor of x W^T
   SplitAccumulation split;            ///< as the recipe has it
   Value shard;                        ///< where `x` was gathered: this rank's part, to be saved
+  bool saves_input = false;  ///< the input is saved as it came in, and quantized in backward
+  std::shared_ptr<ArrivingInput> arriving;  ///< instead of `x`
 
   /// Of quantized operands.
   kernels::ProductArgs product() const {
@@ -153,6 +169,8 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
   bool shares_tokens() const { return is_parallel() && options.tensor_parallel.sequence_parallel; }
   /// Is its input one rank's tokens, to be gathered?
   bool gathers_input() const { return parallel_ == TensorParallel::Column && shares_tokens(); }
+  /// Does it give one rank's tokens of a sum?
+  bool scatters_output() const { return parallel_ == TensorParallel::Row && shares_tokens(); }
   int64_t local_in_features() const;
   int64_t local_out_features() const;
   distributed::GroupPtr group() const { return group_of(options.tensor_parallel, label()); }
@@ -163,7 +181,8 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
 
   // The pieces, for fusions that cover a linear.
   at::ScalarType compute_dtype(const OpArgs& args) const;
-  LinearFwdArgs forward_args(const Value& input, const OpArgs& args) const;
+  /// `pieces`: a gathered input may arrive piece by piece.
+  LinearFwdArgs forward_args(const Value& input, const OpArgs& args, bool pieces = false) const;
   static Tensor forward(const LinearFwdArgs& args);
   /// What forward made and backward needs: quantized operands, where there are some.
   static ToSave to_save(const LinearFwdArgs& fwd, const OpArgs& args);
@@ -177,6 +196,8 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
   /// `x` is for the caller to fill in.
   LinearBwdArgs backward_args(const OperationContext& ctx, const Value& grad_output, const Value& x,
                               const Value& w) const;
+  /// The weight's gradient; undefined where this thread's filler makes it later.
+  Tensor weight_grad_or_later(LinearBwdArgs args, const OperationContext& ctx);
   /// The weight's gradient first: `x` is released before there is an input's gradient.
   LinearGrads backward(LinearBwdArgs args, const OperationContext& ctx);
 
@@ -194,11 +215,20 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
  private:
   /// The input of all ranks, in low precision as `target` says, and what of it is saved.
   void gather_input(LinearFwdArgs& out, const Value& input, const Target& target,
-                    const std::function<Value()>& meanwhile) const;
+                    const std::function<Value()>& meanwhile, bool pieces) const;
+  /// Gathers `shard`, whose row-wise data are joined.
+  void gather_rows(LinearFwdArgs& out, const Value& shard, const std::function<Value()>& meanwhile,
+                   bool pieces) const;
+  std::vector<ArrivingInput::Piece> start_pieces(const distributed::GroupPtr& ranks,
+                                                 const Value& shard, int64_t rows, int64_t pieces,
+                                                 int64_t block) const;
+  static Tensor forward_arriving(const LinearFwdArgs& args);
   distributed::PendingValue start_gather(const Value& x, at::ScalarType dtype) const;
   std::function<Value()> gathered_input(const OperationContext& ctx, const Value& x, bool quantized,
                                         at::ScalarType dtype) const;
   void infer_parallel(InferResult& result) const;
+  /// What the model says of the last gather: pieces, and the share of its time that is hidden.
+  std::string overlap_note() const;
   Value gathered_grad_output(const Value& grad_output, const Target& target,
                              at::ScalarType dtype) const;
   /// Sums up over the ranks what one of them has a part of.
@@ -212,6 +242,7 @@ class BasicLinearImpl : public Operation<BasicLinearImpl> {
 
   MainGrad main_grad_;
   TensorParallel parallel_ = TensorParallel::None;
+  mutable distributed::OverlapModel overlap_;
 };
 TORCH_MODULE(BasicLinear);
 

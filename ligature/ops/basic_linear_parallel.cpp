@@ -5,6 +5,11 @@
 //                                                                  scattered beside dw
 //   row                forward  y is summed up           backward  none
 //   row, sequence      forward  y is scattered           backward  dy is gathered
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <chrono>
+
 #include "ligature/distributed/filler.h"
 #include "ligature/kernels/bias.h"
 #include "ligature/ops/basic_linear.h"
@@ -15,9 +20,30 @@ namespace ligature {
 using distributed::all_gather;
 using distributed::Filler;
 using distributed::GroupPtr;
+using distributed::OverlapModel;
 using distributed::PendingValue;
+using distributed::rows_of;
 using distributed::Transfer;
 using distributed::why_not_joined;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// For a tensor that every rank has whole: its amax is the same on all of them. Nothing is
+/// exchanged, so this may run while collectives of other steps are under way.
+QuantizerPtr of_whole(const Quantizer& quantizer) {
+  if (!quantizer.reduce_amax) return quantizer.shared_from_this();
+  auto made = quantizer.copy();
+  made->reduce_amax = nullptr;
+  return made;
+}
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+}  // namespace
 
 int64_t BasicLinearImpl::local_in_features() const {
   const bool row = parallel_ == TensorParallel::Row;
@@ -67,37 +93,126 @@ void BasicLinearImpl::share_amax(OpQuantization& own) const {
 }
 
 void BasicLinearImpl::gather_input(LinearFwdArgs& out, const Value& input, const Target& target,
-                                   const std::function<Value()>& meanwhile) const {
-  const GroupPtr ranks = group();
-  const auto in_high_precision = [&] {
-    return all_gather(ranks, Value(prepare(input, out.dtype)), {}, label());
-  };
-  if (!target) {
-    PendingValue pending = in_high_precision();
-    out.w = meanwhile();
-    out.x = pending.wait();
-    return;
-  }
+                                   const std::function<Value()>& meanwhile, bool pieces) const {
+  if (!target) return gather_rows(out, Value(prepare(input, out.dtype)), meanwhile, pieces);
   const Format& format = target.quantizer->format_tag();
   const ValueMeta meta = ValueMeta::of(input);
   const int64_t rows = meta.numel() / meta.sizes.back();
   const Usage rowwise{true, false};
   if (!why_not_joined(format, rowwise, rows).empty()) {
-    PendingValue pending = in_high_precision();
-    out.w = meanwhile();
-    out.x = target.quantizer->quantize(pending.wait().tensor(), rowwise);
+    gather_rows(out, Value(prepare(input, out.dtype)), meanwhile, false);
+    out.x = of_whole(*target.quantizer)->quantize(out.x.tensor(), rowwise);
     return;
   }
   const Usage wanted = target.usage_on(input.device());
   const bool both = why_not_joined(format, wanted, rows).empty();
+  if (!both && !input.is_quantized()) {
+    // Column-wise blocks reach over ranks: they are made in backward, of the values themselves.
+    out.saves_input = true;
+    gather_rows(out, quantize_to(input, {target.quantizer, rowwise}, out.dtype), meanwhile, pieces);
+    return;
+  }
   out.shard = quantize_to(input, {target.quantizer, both ? wanted : rowwise}, out.dtype);
   if (!both && out.shard.quantized()->columnwise().defined()) {
     out.shard = out.shard.quantized()->only(true, false);
   }
-  PendingValue pending = all_gather(ranks, out.shard, rowwise, label());
-  out.w = meanwhile();
-  out.x = pending.wait();
+  gather_rows(out, out.shard, meanwhile, pieces);
 }
+
+std::vector<ArrivingInput::Piece> BasicLinearImpl::start_pieces(const GroupPtr& ranks,
+                                                                const Value& shard, int64_t rows,
+                                                                int64_t pieces,
+                                                                int64_t block) const {
+  std::vector<ArrivingInput::Piece> out;
+  const int64_t step = distributed::piece_rows(rows, pieces, block);
+  for (int64_t first = 0; first < rows; first += step) {
+    const int64_t count = std::min(step, rows - first);
+    out.push_back(
+        {first, count, all_gather(ranks, rows_of(shard, first, count), {true, false}, label())});
+  }
+  return out;
+}
+
+void BasicLinearImpl::gather_rows(LinearFwdArgs& out, const Value& shard,
+                                  const std::function<Value()>& meanwhile, bool pieces) const {
+  const GroupPtr ranks = group();
+  const Usage rowwise{true, false};
+  const ValueMeta meta = ValueMeta::of(shard);
+  const int64_t rows = meta.numel() / std::max<int64_t>(meta.sizes.back(), 1);
+  const OverlapModel::Size size{
+      rows, static_cast<double>(meta.numel()),
+      2.0 * static_cast<double>(meta.numel() * ranks->size() * local_out_features())};
+  OverlapModel::Choice choice;
+  if (pieces && rows > 0 && !meta.device.is_meta()) {
+    choice = overlap_.choose(ranks, size, meta.device.is_cpu());
+  }
+  const Format* format = shard.is_quantized() ? &shard.quantized()->format_tag() : nullptr;
+  const int64_t block = format != nullptr && format->block_2d ? format->block_size() : 1;
+  const bool cut = pieces && ranks->options().overlap && !choice.measure && rows > 0 &&
+                   !meta.device.is_meta() && rows % block == 0;
+  if (!cut) {
+    PendingValue pending = all_gather(ranks, shard, rowwise, label());
+    out.w = meanwhile();
+    const auto begin = Clock::now();
+    out.x = pending.wait();
+    if (!choice.measure) return;
+    // Once, one after the other: what each takes alone.
+    distributed::OverlapTimes alone;
+    alone.transfer = seconds_since(begin);
+    const auto cutting = Clock::now();
+    for (auto& piece : start_pieces(ranks, shard, rows, 4, block)) piece.value.wait();
+    alone.cut = seconds_since(cutting);
+    const auto computing = Clock::now();
+    forward(out);
+    alone.gemm = seconds_since(computing);
+    overlap_.learn(ranks, size, alone);
+    return;
+  }
+  auto arriving = std::make_shared<ArrivingInput>();
+  arriving->own = rows_of(shard, 0, rows);
+  arriving->rank = ranks->rank();
+  arriving->ranks = ranks->size();
+  arriving->rows = rows;
+  arriving->sizes = meta.sizes;
+  arriving->sizes[0] *= ranks->size();
+  arriving->pieces = start_pieces(ranks, shard, rows, choice.pieces, block);
+  out.w = meanwhile();
+  out.arriving = std::move(arriving);
+}
+
+Tensor BasicLinearImpl::forward_arriving(const LinearFwdArgs& args) {
+  ArrivingInput& in = *args.arriving;
+  Tensor y;
+  const auto compute = [&](const Value& x, int64_t first) {
+    LinearFwdArgs part = args;
+    part.arriving = nullptr;
+    part.x = x;
+    const int64_t count = x.sizes()[0];
+    if (args.add.defined()) {
+      part.add = args.add.view({-1, args.add.size(-1)}).narrow(0, first, count);
+    }
+    part.add_in_place = false;
+    const Tensor rows = forward(part);
+    if (!y.defined()) {
+      at::DimVector sizes = in.sizes;
+      sizes.back() = rows.size(-1);
+      y = args.add_in_place ? args.add : at::empty(sizes, rows.options());
+    }
+    y.view({-1, y.size(-1)}).narrow(0, first, count).copy_(rows);
+  };
+  compute(in.own, in.rank * in.rows);
+  for (ArrivingInput::Piece& piece : in.pieces) {
+    const Value all = piece.value.wait();
+    for (int64_t rank = 0; rank < in.ranks; ++rank) {
+      if (rank == in.rank) continue;
+      compute(distributed::rows_of(all, rank * piece.rows, piece.rows),
+              rank * in.rows + piece.first);
+    }
+  }
+  return y;
+}
+
+std::string BasicLinearImpl::overlap_note() const { return overlap_.text(); }
 
 PendingValue BasicLinearImpl::start_gather(const Value& x, at::ScalarType dtype) const {
   const GroupPtr ranks = group();
@@ -122,7 +237,7 @@ std::function<Value()> BasicLinearImpl::gathered_input(const OperationContext& c
   if (!pending.started()) pending = start_gather(x, dtype);
   QuantizerPtr quantizer;
   if (quantized && ctx.quantization->forward_quantizer(0) != nullptr) {
-    quantizer = ctx.quantization->forward[0];
+    quantizer = of_whole(*ctx.quantization->forward[0]);
   }
   return [pending = std::make_shared<PendingValue>(std::move(pending)), quantizer, dtype]() {
     const Value all = pending->wait();
@@ -147,18 +262,35 @@ Value BasicLinearImpl::gathered_grad_output(const Value& grad_output, const Targ
     const ValueMeta meta = ValueMeta::of(grad_output);
     const Usage usage = target.usage_on(grad_output.device());
     const Format& format = target.quantizer->format_tag();
-    if (why_not_joined(format, usage, meta.numel() / meta.sizes.back()).empty()) {
+    const bool fewer = distributed::bytes_per_element(format, usage) <
+                       static_cast<double>(c10::elementSize(dtype));
+    const bool codes = fewer || grad_output.is_quantized();
+    if (codes && why_not_joined(format, usage, meta.numel() / meta.sizes.back()).empty()) {
       return all_gather(ranks, quantize_to(grad_output, target, dtype), usage, label()).wait();
     }
   }
   const Value all = all_gather(ranks, Value(prepare(grad_output, dtype)), {}, label()).wait();
-  return target ? quantize_to(all, target, dtype) : all;
+  if (!target) return all;
+  const QuantizerPtr whole = of_whole(*target.quantizer);
+  return quantize_to(all, {whole.get(), target.usage}, dtype);
 }
 
 Transfer BasicLinearImpl::start_sum(const Tensor& part, bool scatter) const {
   const distributed::Purpose purpose{label(), ""};
   return scatter ? distributed::reduce_scatter(group(), part, purpose)
                  : distributed::all_reduce(group(), part, purpose, /*own=*/true);
+}
+
+Tensor BasicLinearImpl::weight_grad_or_later(LinearBwdArgs args, const OperationContext& ctx) {
+  auto make = [this, &ctx](LinearBwdArgs& own) {
+    if (own.gathered_x) own.x = std::exchange(own.gathered_x, nullptr)();
+    return weight_grad(own, ctx);
+  };
+  Filler* filler = Filler::current();
+  if (filler == nullptr) return make(args);
+  auto own = std::make_shared<LinearBwdArgs>(std::move(args));
+  filler->add([this, filler, own, make] { filler->deliver(this, make(*own)); });
+  return {};
 }
 
 LinearGrads BasicLinearImpl::parallel_backward(LinearBwdArgs args, const OperationContext& ctx) {
@@ -174,18 +306,7 @@ LinearGrads BasicLinearImpl::parallel_backward(LinearBwdArgs args, const Operati
     grads.dbias = kernels::bias_backward(args.dy.dequantized(), local_out_features());
   }
   const at::ScalarType input_dtype = args.input_dtype;
-  if (args.weight_requires_grad) {
-    auto make = [this, &ctx](LinearBwdArgs& own) {
-      if (own.gathered_x) own.x = std::exchange(own.gathered_x, nullptr)();
-      return weight_grad(own, ctx);
-    };
-    if (Filler* filler = Filler::current()) {
-      auto own = std::make_shared<LinearBwdArgs>(std::move(args));
-      filler->add([this, filler, own, make] { filler->deliver(this, make(*own)); });
-    } else {
-      grads.dw = make(args);
-    }
-  }
+  if (args.weight_requires_grad) grads.dw = weight_grad_or_later(std::move(args), ctx);
   if (sum.started()) grads.dx = distributed::wait_filled(sum)[0];
   if (grads.dx.defined()) grads.dx = cast(grads.dx, input_dtype);
   return grads;

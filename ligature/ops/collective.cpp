@@ -13,17 +13,6 @@ namespace {
 using distributed::GroupPtr;
 using distributed::Purpose;
 
-/// Bytes of one element in a format, all in all.
-double bytes_per_element(const Format& format, Usage usage) {
-  const double data = format.element == Element::E2M1 ? 0.5 : 1.0;
-  double scale = 0.0;
-  if (format.block_size() > 0) {
-    scale = (format.scaling == Scaling::Block ? 4.0 : 1.0) /
-            static_cast<double>(format.block_size() * (format.block_2d ? format.block_size() : 1));
-  }
-  return (data + scale) * (int(usage.rowwise) + int(usage.columnwise));
-}
-
 /// With amax shared over the group: the ranks then quantize with one scale.
 QuantizerPtr shared_over(const GroupPtr& group, const Quantizer& quantizer, const std::string& op) {
   const Format& format = quantizer.format_tag();
@@ -77,8 +66,8 @@ Value CollectiveOperation::gather(const Value& shard, const Target& target) cons
   } else if (target.from(meta.dtype)) {
     const Format& format = target.quantizer->format_tag();
     const Usage usage = target.usage_on(meta.device);
-    const bool fewer =
-        bytes_per_element(format, usage) < static_cast<double>(c10::elementSize(meta.dtype));
+    const bool fewer = distributed::bytes_per_element(format, usage) <
+                       static_cast<double>(c10::elementSize(meta.dtype));
     if (fewer && distributed::why_not_joined(format, usage, rows).empty()) {
       const QuantizerPtr shared = shared_over(ranks, *target.quantizer, label());
       return distributed::all_gather(ranks, shared->quantize(prepare(shard), usage), usage, label())

@@ -7,6 +7,7 @@ torch's default group (this process alone where there is none). They keep the gr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from . import _C
 
 __all__ = [
+    "CudaRNGStatesTracker",
+    "RNGStatesTracker",
     "TransferTimes",
     "configure",
     "mark_partial_grads",
@@ -182,6 +185,72 @@ def _all_reduce(grads: Iterable[torch.Tensor], group: Any) -> None:
     torch.distributed.all_reduce(together, group=group)
     for grad, total in zip(grads, together.split([g.numel() for g in grads]), strict=True):
         grad.copy_(total.view_as(grad))
+
+
+class RNGStatesTracker:
+    """Named states of the random number generators, so that ranks draw apart where they should.
+
+    Each rank adds a state with a seed of its own; a layer that is given
+    ``rng_state_tracker_function=lambda: tracker`` draws its initial values from it. States are
+    those of the CPU's generator and, where there is one, of the current CUDA device's.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._seeds: set[int] = set()
+
+    def reset(self) -> None:
+        """Forgets all states and seeds."""
+        self._states.clear()
+        self._seeds.clear()
+
+    def get_states(self) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+        """A copy, by name."""
+        return dict(self._states)
+
+    def set_states(self, states: dict[str, tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Takes the place of all states."""
+        self._states = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """A new state. A name or a seed that is there already is an error."""
+        if seed in self._seeds:
+            raise RuntimeError(f"[RNGStatesTracker] there is a state with seed {seed} already")
+        if name in self._states:
+            raise RuntimeError(f"[RNGStatesTracker] there is a state named {name!r} already")
+        self._seeds.add(seed)
+        before = _generator_states()
+        torch.manual_seed(seed)
+        self._states[name] = _generator_states()
+        _set_generator_states(before)
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Inside, numbers are drawn from this state; outside they go on as if nothing was."""
+        if name not in self._states:
+            raise KeyError(f"[RNGStatesTracker] there is no state named {name!r}; add() it first")
+        before = _generator_states()
+        _set_generator_states(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = _generator_states()
+            _set_generator_states(before)
+
+
+#: The name that te gives it.
+CudaRNGStatesTracker = RNGStatesTracker
+
+
+def _generator_states() -> tuple[torch.Tensor, torch.Tensor | None]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return torch.get_rng_state(), cuda
+
+
+def _set_generator_states(states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1])
 
 
 @dataclass(frozen=True)

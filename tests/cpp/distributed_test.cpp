@@ -257,3 +257,112 @@ TEST(Distributed, WaitsAreHiddenBehindGemms) {
   const std::vector<std::string> wanted{"all_gather", "all_gather", "reduce_scatter"};
   EXPECT_EQ(meeting->names[0], wanted);
 }
+
+namespace {
+
+struct Step {
+  Tensor y, dx, dw1, dw2;
+};
+
+/// A step of the MLP over two ranks, with sequence parallelism.
+std::vector<Step> mlp_steps(const Mlp& in, int rank, int size, int count) {
+  Linear fc1 = parallel_linear(16, 32, "column", true, in.w1, in.b1, rank, size);
+  Linear fc2 = parallel_linear(32, 16, "row", true, in.w2, in.b2, rank, size);
+  OperationFuser fuser({fc1.ptr(), ReLU().ptr(), fc2.ptr()});
+  std::vector<Step> out;
+  for (int step = 0; step < count; ++step) {
+    Tensor x = part_of(in.x, rank, size).clone().set_requires_grad(true);
+    fc1->zero_grad();
+    fc2->zero_grad();
+    const Tensor y = fuser(x)[0];
+    y.backward(part_of(in.dy, rank, size));
+    out.push_back(
+        {y.detach(), x.grad(), fc1->weight().grad().clone(), fc2->weight().grad().clone()});
+  }
+  return out;
+}
+
+}  // namespace
+
+TEST(Distributed, OverlapChangesNoBit) {
+  Mlp in;
+  in.x = values(1, {128, 16});
+  in.dy = values(6, {128, 16});
+  std::vector<std::vector<Step>> wanted(2);
+  const auto run = [&](distributed::GroupOptions options, auto&& check) {
+    expect_none(run_ranks(2, [&](int rank) {
+      distributed::configure_group(kGroup, options);
+      check(rank, mlp_steps(in, rank, 2, 4));
+    }));
+  };
+  run({.overlap = false},
+      [&](int rank, std::vector<Step> steps) { wanted[rank] = std::move(steps); });
+  for (const int64_t pieces : {0, 1, 2, 4}) {
+    run({.pieces = pieces}, [&](int rank, const std::vector<Step>& steps) {
+      for (size_t k = 0; k < steps.size(); ++k) {
+        EXPECT_TRUE(at::equal(steps[k].y, wanted[rank][k].y)) << pieces;
+        EXPECT_TRUE(at::equal(steps[k].dx, wanted[rank][k].dx)) << pieces;
+        EXPECT_TRUE(at::equal(steps[k].dw1, wanted[rank][k].dw1)) << pieces;
+        EXPECT_TRUE(at::equal(steps[k].dw2, wanted[rank][k].dw2)) << pieces;
+      }
+    });
+  }
+  expect_none(run_ranks(1, [](int) { distributed::configure_group(kGroup, {}); }));
+}
+
+TEST(Distributed, PiecesTravelApart) {
+  auto meeting = std::make_shared<Meeting>(2);
+  expect_none(run_ranks(
+      2,
+      [&](int rank) {
+        distributed::configure_group(kGroup, {.pieces = 4});
+        BasicLinearOptions options(16, 32);
+        options.tensor_parallel = {"column", kGroup, true, std::nullopt};
+        BasicLinear linear(options);
+        OperationFuser fuser({linear.ptr()});
+        const torch::NoGradGuard no_grad;
+        fuser(values(rank, {128, 16}));
+        distributed::configure_group(kGroup, {});
+      },
+      meeting));
+  EXPECT_EQ(meeting->names[0], std::vector<std::string>(4, "all_gather"));
+  EXPECT_EQ(meeting->bytes[0], 128 * 16 * 4);
+}
+
+TEST(Distributed, AFailureInBackwardIsToldToo) {
+  auto meeting = std::make_shared<Meeting>(2);
+  meeting->fails_at = 2;  // the scatter of the input's gradient
+  const auto errors = run_ranks(
+      2,
+      [&](int rank) {
+        BasicLinearOptions options(16, 32);
+        options.tensor_parallel = {"column", kGroup, true, std::nullopt};
+        BasicLinear linear(options);
+        OperationFuser fuser({linear.ptr()});
+        fuser(values(rank, {4, 16}).set_requires_grad(true))[0].sum().backward();
+      },
+      meeting);
+  for (const std::string& error : errors) {
+    EXPECT_NE(error.find("[BasicLinear] reduce_scatter of [8, 16] Float"), std::string::npos)
+        << error;
+  }
+}
+
+TEST(OverlapModel, PredictsWhatWasMeasuredOnAShapedLink) {
+  using distributed::OverlapTimes;
+  using distributed::predicted_seconds;
+  // Communication, GEMM and the whole in 1, 2, 4 and 8 pieces, in ms; two ranks.
+  const double link[][6] = {{110, 97, 158, 134, 122, 116}, {219, 96, 267, 243, 231, 225}};
+  for (const auto& row : link) {
+    for (int i = 0; i < 4; ++i) {
+      const double predicted =
+          predicted_seconds(OverlapTimes{row[0], row[0], row[1], 0}, 2, int64_t{1} << i);
+      EXPECT_NEAR(predicted, row[2 + i], 1.0);
+    }
+  }
+  EXPECT_EQ(distributed::best_pieces({110, 110, 97, 0.1}, 2, 4096), 8);
+  EXPECT_EQ(distributed::best_pieces({110, 110, 97, 0.1}, 2, 256), 4);  // 64 rows or more
+  EXPECT_EQ(distributed::best_pieces({110, 110, 97, 60}, 2, 4096), 1);
+  EXPECT_EQ(distributed::piece_rows(100, 3, 1), 48);
+  EXPECT_EQ(distributed::piece_rows(256, 2, 128), 128);
+}

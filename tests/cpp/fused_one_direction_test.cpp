@@ -41,6 +41,7 @@ TEST(FusedOneDirection, EveryBuiltinFusionIsTakenBySomeChain) {
   }
   for (const Pass pass : {Pass::Forward, Pass::Backward}) {
     for (const FusionRule& rule : builtin_fusions(pass)) {
+      if (rule.needs_ranks) continue;  // distributed_test has them
       EXPECT_TRUE(taken.count(rule.name)) << rule.name << " is taken by no chain";
     }
   }

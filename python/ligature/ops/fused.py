@@ -26,6 +26,11 @@ __all__ = [
     "GroupedMLP",
     "GroupedMLP_CuTeGEMMGLU",
     "GroupedMLP_CuTeGEMMUnary",
+    "OverlapBackwardLinear",
+    "OverlapForwardLinear",
+    "OverlapWeightGrads",
+    "UserbuffersBackwardLinear",
+    "UserbuffersForwardLinear",
 ]
 
 
@@ -128,6 +133,26 @@ class GroupedMLP(_BuiltinFused):
 #: The names that te.ops gives it for gated and for other activations.
 GroupedMLP_CuTeGEMMGLU = GroupedMLP
 GroupedMLP_CuTeGEMMUnary = GroupedMLP
+
+
+class OverlapForwardLinear(_BuiltinFused):
+    """Forward of linear, bias (if any) and ReduceScatter (if any), in pieces: each travels while
+    the next one is computed. The bits are those of the operations one after the other."""
+
+
+class OverlapBackwardLinear(_BuiltinFused):
+    """Backward of linear, bias (if any) and ReduceScatter: the gradient arrives in pieces, and the
+    input's gradient of each is computed while the next one travels."""
+
+
+class OverlapWeightGrads(_BuiltinFused):
+    """Backward of linears of which the first is spread over ranks by columns, with what is between
+    them: gradients of weights are computed while collectives are under way."""
+
+
+#: The names that te.ops gives them.
+UserbuffersForwardLinear = OverlapForwardLinear
+UserbuffersBackwardLinear = OverlapBackwardLinear
 
 
 def _wrap(op: _C.Operation) -> FusedOperation:

@@ -372,3 +372,53 @@ def main_grad() -> None:
 
 def test_main_grad() -> None:
     ranks(2).run(main_grad)
+
+
+def forked_initial_values() -> Any:
+    rank = torch.distributed.get_rank()
+    tracker = te.distributed.RNGStatesTracker()
+    tracker.add("model-parallel-rng", 100 + rank)
+    torch.manual_seed(5)
+    options = {"tensor_parallel_mode": "column", "rng_state_tracker_function": lambda: tracker}
+    apart = te.ops.Linear(16, 64, **options).weight.detach()
+    same = te.ops.Linear(16, 64, tensor_parallel_mode="column").weight.detach()
+    row = te.ops.BasicLinear(4096, 32, tensor_parallel_mode="row").weight.detach()
+    bias = te.ops.Linear(64, 8, tensor_parallel_mode="row").bias.detach()
+    return apart, same, row.abs().max().item() * 4096**0.5, bias
+
+
+def test_initial_values() -> None:
+    (apart0, same0, spread0, bias0), (apart1, same1, spread1, bias1) = ranks(2).run(
+        forked_initial_values
+    )
+    assert not torch.equal(apart0, apart1)
+    assert torch.equal(same0, same1)
+    # Those of the whole layer, whatever the ranks.
+    assert 0.9 < spread0 <= 1.0
+    assert 0.9 < spread1 <= 1.0
+    assert bias0.abs().max() > 0
+    assert bias1.abs().max() == 0
+
+
+def test_the_tracker_of_random_states() -> None:
+    tracker = te.distributed.CudaRNGStatesTracker()
+    with pytest.raises(KeyError, match="no state named"), tracker.fork():
+        pass
+    tracker.add("one", 1)
+    for name, seed in (("two", 1), ("one", 2)):
+        with pytest.raises(RuntimeError, match="already"):
+            tracker.add(name, seed)
+    torch.manual_seed(7)
+    wanted = torch.rand(3)
+    torch.manual_seed(7)
+    with tracker.fork("one"):
+        first = torch.rand(2)
+    assert torch.equal(torch.rand(3), wanted)
+    with tracker.fork("one"):
+        second = torch.rand(2)
+    assert not torch.equal(first, second)
+    states = tracker.get_states()
+    tracker.reset()
+    assert tracker.get_states() == {}
+    tracker.set_states(states)
+    assert set(tracker.get_states()) == {"one"}

@@ -76,8 +76,14 @@ def test_registered_fusions_fire(kind: str, declarative: bool, registered) -> No
 #: The built-in fusions that te.ops has too; all others come after those that users register.
 IN_TE_OPS = {
     "joint": [],
-    "forward": ["ForwardLinearScaleAdd", "ForwardLinearBiasAdd"],
+    "forward": [
+        "OverlapForwardLinear",
+        "OverlapForwardLinear by rows",
+        "ForwardLinearScaleAdd",
+        "ForwardLinearBiasAdd",
+    ],
     "backward": [
+        "OverlapBackwardLinear",
         "BackwardLinearAdd",
         "BackwardLinearScale",
         "BackwardActivationBias",

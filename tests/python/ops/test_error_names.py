@@ -157,6 +157,7 @@ def test_groups(group: Any) -> None:
     e4m3 = te.DType.kFloat8E4M3
     with raises(TypeError, f"[Float8CurrentScalingQuantizer] amax_reduction_group {wanted}"):
         te.Float8CurrentScalingQuantizer(e4m3, with_amax_reduction=True, amax_reduction_group=group)
+    wanted = "must be a torch.distributed.ProcessGroup, a DeviceMesh of one dimension or None, got"
     with raises(TypeError, f"[Linear] tensor_parallel_group {wanted}"):
         ops.Linear(8, 4, tensor_parallel_mode="column", tensor_parallel_group=group)
     with raises(TypeError, f"[Bias] tensor_parallel_group {wanted}"):

@@ -61,6 +61,9 @@ SIGNATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "AddExtraInput": ({}, {"in_place": False}),
     "MakeExtraOutput": ({}, {"in_place": False}),
     "Quantize": ({"forward": True, "backward": False}, {}),
+    "AllGather": ({"process_group": None}, {}),
+    "ReduceScatter": ({"process_group": None}, {}),
+    "AllReduce": ({"process_group": None, "reduce_in_backward": True}, {}),
     "GroupedLinear": (
         {"num_groups": REQUIRED, **FEATURES},
         {

@@ -170,7 +170,8 @@ class Draw:
         return self.op(name, options, takes=channel, extra=extra)
 
     def small(self) -> Op:
-        kind = self.pick(("ConstantScale", "Bias", "Identity", "Dropout", "Reshape", "Quantize"))
+        kinds = ("ConstantScale", "Bias", "Identity", "Dropout", "Reshape", "Quantize")
+        kind = self.pick((*kinds, "AllReduce", "AllGather", "ReduceScatter"))
         if kind == "Quantize":
             return self.quantize()
         if kind == "ConstantScale":

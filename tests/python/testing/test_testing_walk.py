@@ -76,6 +76,8 @@ def combined(x: Tensor, routing_map: Tensor) -> Tensor:
     return rows.reshape(*routing_map.shape[1:], x.shape[1]).sum(-2)
 
 
+COLLECTIVES = ("AllGather", "AllReduce", "ReduceScatter")
+
 #: By the name of the operation: how to make it, its formula, and how to call the check.
 CASES: dict[str, list[tuple[Any, ...]]] = {
     **{name: [activation(name)] for name in ACTIVATIONS},
@@ -107,6 +109,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (lambda: te.ops.Dropout(0.5), dropout, {"dtypes": [torch.float64]}),
     ],
     "Identity": [(te.ops.Identity, lambda x: x)],
+    # Over a group of one; the tests in distributed/ have several ranks.
+    **{name: [(getattr(te.ops, name), lambda x: x)] for name in COLLECTIVES},
     "Quantize": [(te.ops.Quantize, lambda x: x)],
     "Reshape": [(lambda: te.ops.Reshape((-1, 2, 4)), lambda x: x.reshape(-1, 2, 4))],
     "AddExtraInput": [
