@@ -1,4 +1,6 @@
 // Groups of processes, and what is known of communication.
+#include "distributed.h"
+
 #include "bindings.h"
 #include "ligature/distributed/collectives.h"
 #include "ligature/distributed/group.h"
@@ -53,6 +55,14 @@ py::list timeline_entries() {
 }
 
 }  // namespace
+
+py::list partial_gradients(const OperationFuser& fuser) {
+  py::list out;
+  for (const PartialGradients& one : find_partial_gradients(fuser.basic_ops())) {
+    out.append(py::make_tuple(one.op, one.group));
+  }
+  return out;
+}
 
 void bind_distributed(py::module_& m) {
   dist::set_default_group_lookup(&default_group_name);

@@ -7,6 +7,7 @@
 
 #include "bindings.h"
 #include "collected.h"
+#include "distributed.h"
 #include "host.h"
 #include "ligature/base/modes.h"
 #include "ligature/compile/flat.h"
@@ -379,8 +380,7 @@ class PythonFuser {
   Refs refs;  ///< `kept`
 };
 
-/// Tells whether the modules in a container, or the hooks on them, are still those that were
-/// grouped.
+/// Tells whether a container's modules, and the hooks on them, are still those that were grouped.
 class ModuleWatch {
  public:
   ModuleWatch(const py::dict& modules, const py::list& hook_dicts) : refs{modules} {
@@ -475,15 +475,8 @@ void bind_fuser(py::module_& m) {
       .def_property_readonly("_considered", &PythonFuser::considered)
       .def_property_readonly("_basic_ops", &PythonFuser::basic_ops)
       .def_property_readonly("_number", &PythonFuser::number)
-      .def_property_readonly(
-          "_partial_gradients",
-          [](PythonFuser& f) {
-            py::list out;
-            for (const auto& one : find_partial_gradients(f.core().basic_ops())) {
-              out.append(py::make_tuple(one.op, one.group));
-            }
-            return out;
-          })
+      .def_property_readonly("_partial_gradients",
+                             [](PythonFuser& f) { return partial_gradients(f.core()); })
       .def("_drop_operations", &PythonFuser::drop_operations)
       .def_property_readonly("_num_plans", &PythonFuser::num_plans)
       .def_property_readonly("_num_basic_ops",

@@ -129,16 +129,17 @@ def test_an_mlp_in_high_precision(size: int, sequence: bool, dtype: torch.dtype)
                 assert distance(value, wanted) < LIMIT[dtype], (rank, name)
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tokens whole", "tokens spread"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_mlp_in_low_precision(sequence: bool, recipe: str) -> None:
+def test_an_mlp_in_low_precision(size: int, sequence: bool, recipe: str) -> None:
     """As near to float64 as one process is in the same recipe."""
     exact, one = run_whole(torch.float64, "", 3), run_whole(torch.float32, recipe, 3)
-    for rank, steps in enumerate(ranks(2).run(run_spread, torch.float32, sequence, recipe, 3)):
+    for rank, steps in enumerate(ranks(size).run(run_spread, torch.float32, sequence, recipe, 3)):
         for step, (got, whole, single) in enumerate(zip(steps, exact, one, strict=True)):
             for name, value in got.items():
-                wanted = part_of(whole, name, rank, 2, sequence)
-                limit = 1.3 * distance(part_of(single, name, rank, 2, sequence), wanted) + 1e-3
+                wanted = part_of(whole, name, rank, size, sequence)
+                limit = 1.3 * distance(part_of(single, name, rank, size, sequence), wanted) + 1e-3
                 assert distance(value, wanted) < limit, (rank, step, name)
 
 
