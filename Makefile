@@ -95,13 +95,13 @@ sanitize: $(ASAN)/build.ninja $(READY)
 	@echo "== build: asan$(OTHER)"
 	@cmake --build $(ASAN) -j $(JOBS)
 	@echo "== C++ tests under the address and undefined-behaviour sanitizers"
-	@ctest --preset asan --test-dir $(ASAN)
+	@ctest --preset asan --test-dir $(ASAN) -j $(JOBS)
 
 race: $(TSAN)/build.ninja $(READY)
 	@echo "== build: tsan$(OTHER)"
 	@cmake --build $(TSAN) -j $(JOBS)
 	@echo "== C++ tests of several ranks under the thread sanitizer"
-	@ctest --preset tsan --test-dir $(TSAN)
+	@ctest --preset tsan --test-dir $(TSAN) -j $(JOBS)
 
 # Needs no GPU. CUDA_ARCHITECTURES=80;90a chooses others than the default; CUDA_TARGET=ligature
 # leaves the tests out. Its torch is that of tools/setup_cuda.sh.
