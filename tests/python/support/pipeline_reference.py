@@ -302,6 +302,11 @@ class PipelineReference(Reference):
             scales, _ = take(x.shape[:-1])
             y = self._apply(module, self._taken(module, x))
             return y * scales.unsqueeze(-1), self._cast(self.dtype)
+        if isinstance(module, te.ops.Bias) and self.rounding is not None:
+            # Its parameter is cast to the dtype of what it is added to, and may cancel that.
+            bias = self._parameter(module.bias)
+            assert bias is not None
+            return self._taken(module, x) + self.rounding(bias, self.dtype), self.dtype
         return self._apply(module, self._taken(module, x)), self._dtype_after(module)
 
     def _of_groups(
