@@ -390,7 +390,7 @@ PROCESSES = """
 
 
 @pytest.mark.parametrize("reduce", [True, False])
-def test_two_processes_share_amax_in_one_call(tmp_path, reduce, device) -> None:
+def test_two_processes_compare_and_share_amax(tmp_path, reduce, device) -> None:
     script = textwrap.dedent(PROCESSES)
     arguments = [str(tmp_path / "store"), str(reduce), device]
     running = [

@@ -30,7 +30,7 @@ LARGEST = 2e3
 ROUNDINGS = (1, -1, None, None)
 #: Where they disagree, they are asked once more with so many: a value at a border of its format, or
 #: one on which the result hangs by far more than its rounding, is moved in few of them only.
-MANY_ROUNDINGS = 64 * ROUNDINGS
+MANY_ROUNDINGS = 16 * ROUNDINGS
 
 
 class TooLargeError(Exception):
